@@ -1,0 +1,99 @@
+"""How bytes move between a volume and this machine.
+
+One small protocol, :class:`Transport`, with a driver for directories (``local``) and one for every URL that fsspec
+knows (``remote``). Cache, manifest and checkpoints speak the protocol and never a driver. Drivers open their client at
+the first call of each process, so a transport can be pickled, and used on both sides of a fork.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from airdata.errors import TransferError
+from airdata.transport.retry import DEFAULT_RETRY, Retry
+from airdata.volume import Volume
+
+__all__ = ["DEFAULT_RETRY", "FileInfo", "Retry", "Transport", "open_transport"]
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """One file of a volume.
+
+    Attributes:
+        path: relative to the volume, ``/`` as separator, no leading slash.
+        size: bytes.
+        version: what changes when the content does (etag, generation, modification time); "" where the store has none.
+    """
+
+    path: str
+    size: int
+    version: str = ""
+
+
+class Transport(Protocol):
+    """The verbs we need on a volume. Paths are relative to it; every error but FileNotFoundError is a TransferError."""
+
+    volume: Volume
+
+    def list(self, prefix: str = "") -> Iterator[FileInfo]:
+        """Every file below the folder ``prefix``, in no particular order. A missing folder has no files."""
+        ...
+
+    def directories(self, prefix: str = "") -> Sequence[str]:
+        """The names of the folders directly in the folder ``prefix``, sorted. A missing folder has none."""
+        ...
+
+    def stat(self, path: str) -> FileInfo:
+        """Size and version of one file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        ...
+
+    def get(self, path: str, destination: str | os.PathLike[str]) -> int:
+        """Download one file into the local file ``destination`` (overwritten) and return its size in bytes.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        ...
+
+    def read(self, path: str) -> bytes:
+        """The whole content of one small file."""
+        ...
+
+    def read_ranges(self, path: str, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
+        """The bytes ``[start, end)`` of each range; a range past the end of the file is a TransferError."""
+        ...
+
+    def put(self, path: str, source: bytes | os.PathLike[str]) -> None:
+        """Store bytes, or a local file, as one act: readers see the old content or the new, never a part."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """Remove one file; one that is not there is fine."""
+        ...
+
+
+def open_transport(volume: Volume, retry: Retry = DEFAULT_RETRY) -> Transport:
+    """The driver for a volume. Costs nothing: no client is imported or opened before the first verb."""
+    from airdata.transport.local import LocalTransport  # noqa: PLC0415 - the drivers import this module's FileInfo
+    from airdata.transport.remote import FsspecTransport  # noqa: PLC0415
+
+    return LocalTransport(volume, retry) if volume.directory is not None else FsspecTransport(volume, retry)
+
+
+def check_ranges(path: str, ranges: Sequence[tuple[int, int]], parts: Sequence[bytes]) -> Sequence[bytes]:
+    """Return ``parts`` if each has the length its range asked for.
+
+    A store may answer a range with less (mlcommons/storage#593), and a short part must never pass for data.
+    """
+    for (start, end), part in zip(ranges, parts, strict=True):
+        if len(part) != end - start:
+            raise TransferError(f"{path}: bytes {start} to {end} were asked for and {len(part)} came")
+    return parts

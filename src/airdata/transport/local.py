@@ -1,0 +1,163 @@
+"""Files of a directory: a local disk, or a mount (FUSE, NFS) of something remote."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+
+from airdata.errors import TransferError
+from airdata.transport import FileInfo, check_ranges
+from airdata.transport.retry import DEFAULT_RETRY, Retry
+from airdata.volume import Volume, filesystem_type
+
+__all__ = ["LocalTransport"]
+
+_COPY_BYTES = 1 << 20
+
+
+class LocalTransport:
+    """The verbs of :class:`airdata.transport.Transport` on a directory."""
+
+    def __init__(self, volume: Volume, retry: Retry = DEFAULT_RETRY) -> None:
+        assert volume.directory is not None
+        self.volume = volume
+        self._root = volume.directory
+        self._retry = retry
+
+    def _full(self, path: str) -> str:
+        if path.startswith("/") or ".." in path.split("/"):
+            raise TransferError(f"{path!r} leaves the volume {self.volume}")
+        return os.path.join(self._root, *path.split("/"))
+
+    def list(self, prefix: str = "") -> Iterator[FileInfo]:
+        pending = [self._full(prefix)]
+        while pending:
+            folder = pending.pop()
+            for entry in self._retry.call(f"listing {folder}", lambda folder=folder: _scan(folder)):  # type: ignore[misc]
+                if entry.is_dir():
+                    # A link to a folder is followed only when it cannot lead back up into a loop.
+                    if not entry.is_symlink() or not _leads_up(entry.path):
+                        pending.append(entry.path)
+                    continue
+                try:
+                    status = entry.stat()
+                except FileNotFoundError:
+                    continue  # a dangling link, or a file removed while we list
+                relative = os.path.relpath(entry.path, self._root).replace(os.sep, "/")
+                yield FileInfo(relative, status.st_size, f"mtime:{status.st_mtime_ns}")
+
+    def directories(self, prefix: str = "") -> Sequence[str]:
+        folder = self._full(prefix)
+        entries = self._retry.call(f"listing {folder}", lambda: _scan(folder))
+        return sorted(entry.name for entry in entries if entry.is_dir())
+
+    def stat(self, path: str) -> FileInfo:
+        full = self._full(path)
+        status = self._retry.call(f"stat of {full}", lambda: os.stat(full))
+        return FileInfo(path, status.st_size, f"mtime:{status.st_mtime_ns}")
+
+    def get(self, path: str, destination: str | os.PathLike[str]) -> int:
+        full = self._full(path)
+
+        def copy() -> int:
+            with open(full, "rb") as source, open(destination, "wb") as target:
+                shutil.copyfileobj(source, target, _COPY_BYTES)
+                return target.tell()
+
+        return self._retry.call(f"reading {full}", copy)
+
+    def read(self, path: str) -> bytes:
+        full = self._full(path)
+
+        def whole() -> bytes:
+            with open(full, "rb") as source:
+                return source.read()
+
+        return self._retry.call(f"reading {full}", whole)
+
+    def read_ranges(self, path: str, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
+        full = self._full(path)
+
+        def parts() -> Sequence[bytes]:
+            with open(full, "rb") as source:
+                return [os.pread(source.fileno(), end - start, start) for start, end in ranges]
+
+        return check_ranges(full, ranges, self._retry.call(f"reading {full}", parts))
+
+    def put(self, path: str, source: bytes | os.PathLike[str]) -> None:
+        full = self._full(path)
+        os.makedirs(os.path.dirname(full), exist_ok=True)
+        if filesystem_type(os.path.dirname(full)).startswith("fuse"):
+            self._retry.call(f"writing {full}", lambda: _write_and_compare(full, source))
+        else:
+            self._retry.call(f"writing {full}", lambda: _write_and_replace(full, source))
+
+    def delete(self, path: str) -> None:
+        full = self._full(path)
+
+        def remove() -> None:
+            try:
+                os.unlink(full)
+            except FileNotFoundError:
+                return
+
+        self._retry.call(f"removing {full}", remove)
+
+
+def _scan(folder: str) -> Sequence[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+def _leads_up(link: str) -> bool:
+    target = os.path.realpath(link)
+    return (
+        os.path.realpath(os.path.dirname(link)).startswith((target + os.sep, target))
+        and os.path.commonpath([target, os.path.realpath(os.path.dirname(link))]) == target
+    )
+
+
+def _copy_into(target_fd: int, source: bytes | os.PathLike[str]) -> None:
+    with open(target_fd, "wb") as target:
+        if isinstance(source, bytes):
+            target.write(source)
+        else:
+            with open(source, "rb") as local:
+                shutil.copyfileobj(local, target, _COPY_BYTES)
+        # flush before fsync: torch <= 2.13 synced an empty file because it had these the other way round.
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _write_and_replace(full: str, source: bytes | os.PathLike[str]) -> None:
+    folder = os.path.dirname(full)
+    descriptor, temporary = tempfile.mkstemp(prefix=".airdata-", suffix=".part", dir=folder)
+    try:
+        _copy_into(descriptor, source)
+        os.replace(temporary, full)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _write_and_compare(full: str, source: bytes | os.PathLike[str]) -> None:
+    """One sequential write, then a read back: volume mounts have no append, no links, and rename by copying."""
+    _copy_into(os.open(full, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), source)
+    expected = len(source) if isinstance(source, bytes) else os.path.getsize(source)
+    size = os.path.getsize(full)
+    if size != expected:
+        raise OSError(f"{expected} bytes were written to {full} and {size} are there")
+    if isinstance(source, bytes):
+        with open(full, "rb") as written:
+            if written.read() != source:
+                raise OSError(f"{full} reads back other bytes than were written")
