@@ -11,16 +11,18 @@ import pytest
 
 from airdata.errors import TransferError, VolumeError
 from airdata.transport import FileInfo, open_transport
+from airdata.transport.object_store import S3Transport, s3_arguments
 from airdata.volume import Volume
 
 
-@pytest.fixture(params=["directory", "memory", "s3"])
+@pytest.fixture(params=["directory", "memory", "s3", "s3 through obstore"])
 def transport(request, tmp_path):
     if request.param == "directory":
         return open_transport(Volume.of(tmp_path / "volume"))
     if request.param == "memory":
         return open_transport(Volume.of(f"memory://{uuid.uuid4().hex}/data"))
-    return open_transport(request.getfixturevalue("s3_volume"))
+    volume = request.getfixturevalue("s3_volume")
+    return open_transport(volume) if request.param == "s3" else S3Transport(volume, everywhere=True)
 
 
 def test_what_is_put_is_read(transport, tmp_path):
@@ -163,6 +165,96 @@ def test_a_store_that_refuses_is_an_error_that_names_the_file_and_no_secret(s3_e
         open_transport(volume).read("a.bin")
     assert "no-such-bucket" in str(caught.value)
     assert "hidden" not in str(caught.value)
+
+
+ODD_KEYS = [
+    "a b",
+    "ü",
+    "e\u0301",
+    "50%",
+    "%41",
+    "a#b",
+    "a?b",
+    "a*b",
+    "[1]",
+    "a+b",
+    "~t",
+    "a\\b",
+    "a//b",
+    "x/./y",
+    "tab\there",
+]
+
+
+@pytest.mark.parametrize("key", ODD_KEYS)
+def test_obstore_reads_the_key_that_s3fs_wrote(key, s3_volume):
+    open_transport(s3_volume).put(key, key.encode())
+    fast = S3Transport(s3_volume, everywhere=True)
+    assert fast.read(key) == key.encode()
+    assert [f.path for f in fast.list()] == [key]
+    assert fast.stat(key) == open_transport(s3_volume).stat(key)
+
+
+def _uses_obstore(transport, connection):
+    connection.send((transport.read("a"), transport._store is not None))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_read_through_obstore_and_the_process_that_starts_them_does_not(method, s3_volume):
+    transport = open_transport(s3_volume)
+    transport.put("a", b"bytes")
+    assert transport.read("a") == b"bytes"
+    assert transport._store is None
+    context = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    worker = context.Process(target=_uses_obstore, args=(transport, theirs))
+    worker.start()
+    try:
+        assert ours.poll(60), "the worker hung"
+        # The tests above have used obstore in this very process, so a forked child may have to do without.
+        assert ours.recv() in [(b"bytes", True), *([(b"bytes", False)] if method == "fork" else [])]
+    finally:
+        worker.kill()
+        worker.join()
+
+
+def test_options_without_a_counterpart_keep_to_s3fs():
+    assert s3_arguments("s3://bucket/a/b", {"profile": "work"}, {}) is None
+    assert s3_arguments("s3://bucket", {"client_kwargs": {"verify": False}}, {}) is None
+    known = {
+        "key": "k",
+        "secret": "s",
+        "token": "t",
+        "endpoint_url": "http://h:1",
+        "client_kwargs": {"region_name": "eu"},
+    }
+    arguments = s3_arguments("s3://bucket/a/b/", known, {})
+    assert (
+        arguments.items()
+        >= {
+            "bucket": "bucket",
+            "prefix": "a/b",
+            "access_key_id": "k",
+            "secret_access_key": "s",
+            "session_token": "t",
+            "endpoint": "http://h:1",
+            "region": "eu",
+        }.items()
+    )
+    assert s3_arguments("s3://bucket", {"anon": True}, {})["skip_signature"] is True
+    assert s3_arguments("s3://bucket", {}, {"AWS_ENDPOINT_URL": "http://h:2"})["endpoint"] == "http://h:2"
+
+
+def test_a_failing_fast_path_gives_way_to_the_general_one(s3_volume, caplog):
+    open_transport(s3_volume).put("a", b"bytes")
+    transport = S3Transport(s3_volume, everywhere=True)
+    transport._arguments = {
+        **transport._arguments,
+        "endpoint": "http://127.0.0.1:9",
+        "retry_config": {"max_retries": 0},
+    }
+    assert [transport.read("a") for _ in range(4)] == [b"bytes"] * 4
+    assert "obstore keeps failing" in caplog.text
 
 
 def test_file_info_is_a_plain_value():

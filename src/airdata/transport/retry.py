@@ -35,7 +35,8 @@ _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _TRANSIENT_NAMES = frozenset(
     "ClientConnectionError ClientConnectorError ClientOSError ClientPayloadError ConnectTimeout ConnectTimeoutError "
     "ConnectionClosedError EndpointConnectionError FSTimeoutError HTTPClientError IncompleteRead IncompleteReadError "
-    "ProtocolError ReadTimeout ReadTimeoutError ResponseStreamingError ServerDisconnectedError ServerTimeoutError".split()
+    "ProtocolError ReadTimeout ReadTimeoutError ResponseStreamingError ServerDisconnectedError "
+    "ServerTimeoutError".split()
 )
 
 
