@@ -16,12 +16,12 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from airdist.tracking import _bounded, start_run
-from airdist.tracking_uri import absolute_uri, redact, run_page, split_credentials
+from airdist.tracking.run import _bounded, start_run
+from airdist.tracking.uri import absolute_uri, redact, run_page, split_credentials
 
 PROLOGUE = """
 import os, sys
-from airdist.tracking import flush_rank, prepare_rank
+from airdist.tracking.rank import flush_rank, prepare_rank
 prepare_rank()
 assert "mlflow" not in sys.modules
 import mlflow
@@ -304,7 +304,7 @@ def test_the_module_that_was_hooked_looks_as_always():
     code = """
 import os
 os.environ["AIRDIST_MLFLOW_RUN_ID"] = "x"
-from airdist.tracking import prepare_rank
+from airdist.tracking.rank import prepare_rank
 import sys
 prepare_rank()
 import inspect, mlflow.tracking.client as client
@@ -319,7 +319,7 @@ SILENT_SERVER = """
 import logging, os, sys, time
 logging.basicConfig(format="%(name)s %(message)s")
 import mlflow
-from airdist.tracking import start_run
+from airdist.tracking.run import start_run
 before = dict(os.environ)
 started = time.monotonic()
 run = start_run(name="train", params={}, tags={})
@@ -354,7 +354,7 @@ def test_without_mlflow_there_is_no_run():
     code = """
 import sys
 sys.modules["mlflow"] = None
-from airdist.tracking import start_run
+from airdist.tracking.run import start_run
 print(start_run(name="train", params={}, tags={}))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -363,7 +363,7 @@ print(start_run(name="train", params={}, tags={}))
 
 
 def test_importing_the_module_imports_no_mlflow():
-    code = "import sys, airdist.tracking; print([name for name in ('mlflow', 'torch') if name in sys.modules])"
+    code = "import sys, airdist.tracking.run; print([name for name in ('mlflow', 'torch') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 

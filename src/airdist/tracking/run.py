@@ -2,7 +2,7 @@
 
 In the caller, `start_run` makes one run, a child of the run that is active in the calling thread if there is one, and
 `LaunchRun.finish` alone ends it: FINISHED, FAILED or KILLED with the launch. `LaunchRun.env` tells the ranks of it;
-what they do with it is in `airdist.tracking_rank`. The caller's own state is never touched: not its stack of active
+what they do with it is in `airdist.tracking.rank`. The caller's own state is never touched: not its stack of active
 runs, its environment, nor its tracking URI. Tracking trouble never stops training: each contact with a server is
 bounded, and what fails becomes one warning.
 """
@@ -24,13 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from airdist.tracking_rank import LAUNCH_RUN_ID, flush_rank, prepare_rank
-from airdist.tracking_uri import absolute_uri, is_local, redact, run_page, split_credentials
+from airdist.tracking.rank import LAUNCH_RUN_ID
+from airdist.tracking.uri import absolute_uri, is_local, redact, run_page, split_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["LaunchRun", "flush_rank", "prepare_rank", "start_run"]
+__all__ = ["LaunchRun", "start_run"]
 
 logger = logging.getLogger("airdist")
 T = TypeVar("T")
