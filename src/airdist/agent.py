@@ -18,6 +18,7 @@ import os
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from airdist import processes
 from airdist.channel import Channel
+from airdist.environ import LAUNCH_RUN_ID
 from airdist.node import Node
 from airdist.rundir import RunDirectory
 
@@ -43,6 +45,11 @@ _ORPHAN_GRACE_SECONDS = 2.0  # nobody waits for them any more
 _REAP_SECONDS = 5.0  # a process in uninterruptible sleep does not die of SIGKILL; it is named and left
 _STACKS_SECONDS = 1.0
 _TICK_SECONDS = 0.5
+_TRACKING_SECONDS = 30.0  # to import MLflow on a busy machine, and say one thing to its server
+_END_TRACKING = (
+    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; "
+    "from airdist.tracking.run import end_abandoned; end_abandoned()"
+)
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,16 @@ class Agent:
         )
         while self._owner.pending and not self._owner.closed:
             self._pump(lambda: not self._owner.pending, _TICK_SECONDS)
+        if reason == "abandoned":
+            self._end_tracking()
+
+    @staticmethod
+    def _end_tracking() -> None:
+        """Have the MLflow run ended, which the caller would have done, in a process that may import MLflow."""
+        if LAUNCH_RUN_ID in os.environ:
+            root = str(Path(__file__).absolute().parents[1])
+            with suppress(OSError, subprocess.SubprocessError):
+                subprocess.run([sys.executable, "-c", _END_TRACKING, root], timeout=_TRACKING_SECONDS, check=False)
 
     def _attempt(self, attempt: int) -> tuple[str, list[int]]:
         node = self._node

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LAUNCH_MARK", "launch_environ", "rank_environ"]
+__all__ = ["LAUNCH_MARK", "LAUNCH_RUN_ID", "launch_environ", "rank_environ"]
 
 LAUNCH_MARK = "AIRDIST_LAUNCH_DIR"
 """Set in every rank, to its run directory; that is how a launch inside a launch is noticed."""
+
+LAUNCH_RUN_ID = "AIRDIST_MLFLOW_RUN_ID"
+"""Names the launch's MLflow run for as long as a rank lives; MLflow takes `MLFLOW_RUN_ID` away at its first use."""
 
 _OUTER_JOB = frozenset({
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE",

@@ -16,6 +16,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import mlflow
 import psutil
 import pytest
 
@@ -148,6 +149,28 @@ def test_killing_the_caller_ends_ranks_and_their_children(world, block, launch):
     agent = agent_of(next(p for p in family if p.ppid() not in {q.pid for q in family}))
     os.kill(caller.pid, signal.SIGKILL)
     until(lambda: not alive([*family, agent]), PROMPT + SLACK, "all processes of the launch have ended")
+
+
+def test_the_mlflow_run_of_a_killed_caller_is_ended_as_killed(world, tmp_path):
+    uri = f"sqlite:///{tmp_path}/runs.db"
+    caller = world.start(
+        """
+        @distributed(num_accelerators=1)
+        def forever():
+            here()
+            time.sleep(600)
+        forever.distributed()
+        """,
+        MLFLOW_TRACKING_URI=uri,
+    )
+    world.processes(1)
+    os.kill(caller.pid, signal.SIGKILL)
+
+    def status() -> list[str]:
+        return [run.info.status for run in mlflow.MlflowClient(uri).search_runs(["0"])]
+
+    assert len(status()) == 1
+    until(lambda: status() == ["KILLED"], 60, "the run says KILLED")
 
 
 def test_a_forked_child_of_the_caller_does_not_keep_the_launch_alive(world):

@@ -24,17 +24,16 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, cast
 
+from airdist.environ import LAUNCH_RUN_ID
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from importlib.abc import Loader
     from types import ModuleType
 
-__all__ = ["LAUNCH_RUN_ID", "after_import", "flush_rank", "prepare_rank"]
+__all__ = ["after_import", "flush_rank", "prepare_rank"]
 
 logger = logging.getLogger("airdist")
-
-LAUNCH_RUN_ID = "AIRDIST_MLFLOW_RUN_ID"
-"""Names the launch's run for as long as the rank lives; MLflow takes `MLFLOW_RUN_ID` away at its first use."""
 
 _FLUSH_TIMEOUT = 10.0
 

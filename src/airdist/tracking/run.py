@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from airdist.tracking.rank import LAUNCH_RUN_ID
+from airdist.environ import LAUNCH_RUN_ID
 from airdist.tracking.uri import absolute_uri, is_local, redact, run_page, split_credentials
 
 if TYPE_CHECKING:
@@ -146,6 +146,14 @@ def start_run(*, name: str, params: Mapping[str, object], tags: Mapping[str, str
         # A run that is there only after the launch has stopped waiting for it must not say RUNNING for ever.
         return _bounded(create, timeout, late=lambda run: run.finish("KILLED"))
     return None
+
+
+def end_abandoned() -> None:
+    """End the run that this process's environment names as KILLED: what the agent has done when its caller is gone."""
+    uri, run_id = os.environ["MLFLOW_TRACKING_URI"], os.environ[LAUNCH_RUN_ID]
+    with _warned_of(f"MLflow run {run_id} may still say RUNNING"):
+        client = importlib.import_module("mlflow").MlflowClient(tracking_uri=uri)
+        _bounded(lambda: _end(client, run_id, "KILLED"), _REMOTE_TIMEOUT)
 
 
 def _create(
