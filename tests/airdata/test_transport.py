@@ -9,7 +9,7 @@ import uuid
 
 import pytest
 
-from airdata.errors import TransferError, VolumeError
+from airdata.errors import SourceChangedError, TransferError, VolumeError
 from airdata.transport import FileInfo, open_transport
 from airdata.transport.object_store import S3Transport, s3_arguments
 from airdata.volume import Volume
@@ -68,6 +68,15 @@ def test_a_replaced_file_has_another_version(transport):
     transport.put("a", b"two")
     assert transport.read("a") == b"two"
     assert transport.stat("a").version != before.version
+
+
+def test_a_version_that_is_gone_is_never_served(transport, tmp_path):
+    transport.put("a", b"one")
+    before = transport.stat("a")
+    assert transport.get("a", tmp_path / "x", before.version) == 3
+    transport.put("a", b"two")
+    with pytest.raises(SourceChangedError, match="replaced"):
+        transport.get("a", tmp_path / "x", before.version)
 
 
 def test_what_is_missing_is_file_not_found(transport, tmp_path):
@@ -150,6 +159,15 @@ def test_a_failed_put_leaves_the_old_content_and_no_litter(tmp_path):
         transport.put("a", tmp_path / "no such source")
     assert transport.read("a") == b"old"
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_what_is_stored_is_as_shared_as_the_umask_says(tmp_path):
+    before = os.umask(0o027)
+    try:
+        open_transport(Volume.of(tmp_path)).put("a", b"x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
 
 
 def test_a_scheme_without_driver_names_the_remedy():

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from airdata.errors import TransferError
+from airdata.errors import SourceChangedError, TransferError
 from airdata.transport.retry import DEFAULT_RETRY, Retry
 from airdata.volume import Volume
 
@@ -56,11 +56,17 @@ class Transport(Protocol):
         """
         ...
 
-    def get(self, path: str, destination: str | os.PathLike[str]) -> int:
+    def get(self, path: str, destination: str | os.PathLike[str], version: str = "") -> int:
         """Download one file into the local file ``destination`` (overwritten) and return its size in bytes.
+
+        Args:
+            path: the file.
+            destination: where its bytes go.
+            version: the ``FileInfo.version`` whose bytes are wanted; "" takes whatever is there.
 
         Raises:
             FileNotFoundError: there is no such file.
+            SourceChangedError: the store holds another version.
         """
         ...
 
@@ -93,6 +99,12 @@ def open_transport(volume: Volume, retry: Retry = DEFAULT_RETRY) -> Transport:
     if volume.url.startswith(("s3://", "s3a://")) and S3Transport.available():
         return S3Transport(volume, retry)
     return FsspecTransport(volume, retry)
+
+
+def check_version(name: str, now: FileInfo, version: str) -> None:
+    """Refuse a file that is no longer the version which was listed."""
+    if version and now.version != version:
+        raise SourceChangedError(f"{name}: it was replaced since the listing; list the volume again")
 
 
 def check_ranges(path: str, ranges: Sequence[tuple[int, int]], parts: Sequence[bytes]) -> Sequence[bytes]:

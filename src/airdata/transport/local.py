@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 
 from airdata.errors import TransferError
-from airdata.transport import FileInfo, check_ranges
+from airdata.transport import FileInfo, check_ranges, check_version
 from airdata.transport.retry import DEFAULT_RETRY, Retry
 from airdata.volume import Volume, filesystem_type
 
@@ -58,7 +58,7 @@ class LocalTransport:
         status = self._retry.call(f"stat of {full}", lambda: os.stat(full))
         return FileInfo(path, status.st_size, f"mtime:{status.st_mtime_ns}")
 
-    def get(self, path: str, destination: str | os.PathLike[str]) -> int:
+    def get(self, path: str, destination: str | os.PathLike[str], version: str = "") -> int:
         full = self._full(path)
 
         def copy() -> int:
@@ -66,7 +66,10 @@ class LocalTransport:
                 shutil.copyfileobj(source, target, _COPY_BYTES)
                 return target.tell()
 
-        return self._retry.call(f"reading {full}", copy)
+        size = self._retry.call(f"reading {full}", copy)
+        if version:  # a directory has no conditional read, but its times tell of a change before or during ours
+            check_version(full, self.stat(path), version)
+        return size
 
     def read(self, path: str) -> bytes:
         full = self._full(path)
@@ -136,7 +139,9 @@ def _copy_into(target_fd: int, source: bytes | os.PathLike[str]) -> None:
 
 def _write_and_replace(full: str, source: bytes | os.PathLike[str]) -> None:
     folder = os.path.dirname(full)
-    descriptor, temporary = tempfile.mkstemp(prefix=".airdata-", suffix=".part", dir=folder)
+    temporary = os.path.join(folder, f".airdata-{secrets.token_hex(8)}.part")
+    # Not mkstemp, whose files only their owner can read: what is stored on a volume is as shared as the umask says.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         _copy_into(descriptor, source)
         os.replace(temporary, full)

@@ -122,9 +122,11 @@ class S3Transport(FsspecTransport):
             path, lambda store: _info(_obstore().head(store, path)), lambda: super(S3Transport, self).stat(path)
         )
 
-    def get(self, path: str, destination: str | os.PathLike[str]) -> int:
+    def get(self, path: str, destination: str | os.PathLike[str], version: str = "") -> int:
+        condition = {"if_match": version.removeprefix("etag:")} if version.startswith("etag:") else None
+
         def download(store: Any) -> int:
-            result = _obstore().get(store, path)
+            result = _obstore().get(store, path, options=condition)
             with open(destination, "wb") as target:
                 target.writelines(result.stream(min_chunk_size=_CHUNK_BYTES))
                 size = target.tell()
@@ -132,7 +134,7 @@ class S3Transport(FsspecTransport):
                 raise TransferError(f"{self._name(path)}: {result.meta['size']} bytes were announced and {size} came")
             return size
 
-        return self._fast(path, download, lambda: super(S3Transport, self).get(path, destination))
+        return self._fast(path, download, lambda: super(S3Transport, self).get(path, destination, version))
 
     def read(self, path: str) -> bytes:
         return self._fast(

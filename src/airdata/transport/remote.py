@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from airdata.errors import TransferError, VolumeError
-from airdata.transport import FileInfo, check_ranges
+from airdata.transport import FileInfo, check_ranges, check_version
 from airdata.transport.retry import DEFAULT_RETRY, Retry
 from airdata.volume import Volume, safe_url
 
@@ -95,10 +95,12 @@ class FsspecTransport:
             raise FileNotFoundError(f"{self._name(path)} is a folder")
         return FileInfo(path, int(info.get("size") or 0), _version(info))
 
-    def get(self, path: str, destination: str | os.PathLike[str]) -> int:
+    def get(self, path: str, destination: str | os.PathLike[str], version: str = "") -> int:
         filesystem, _ = self._open()
         full = self._full(path)
         self._retry.call(f"reading {self._name(path)}", lambda: filesystem.get_file(full, os.fspath(destination)))
+        if version:  # fsspec has no conditional read, so its price is a second request
+            check_version(self._name(path), self.stat(path), version)
         return os.path.getsize(destination)
 
     def read(self, path: str) -> bytes:
