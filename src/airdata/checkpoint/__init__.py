@@ -1,0 +1,12 @@
+"""Checkpoints on a volume that exist whole or not at all."""
+
+from __future__ import annotations
+
+from airdata.checkpoint.manager import CheckpointManager
+from airdata.checkpoint.publish import SaveSummary
+from airdata.checkpoint.reader import UCVolumeReader
+from airdata.checkpoint.staging import Stager
+from airdata.checkpoint.state import PerRank, RNGState
+from airdata.checkpoint.writer import UCVolumeWriter
+
+__all__ = ["CheckpointManager", "PerRank", "RNGState", "SaveSummary", "Stager", "UCVolumeReader", "UCVolumeWriter"]

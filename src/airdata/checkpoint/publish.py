@@ -1,0 +1,168 @@
+"""The one act that makes a checkpoint exist, and what must be true before it.
+
+    items written == planned ──► every file there with its size ──► integrity record ──► .metadata ──► leftovers go
+
+Only the coordinator comes here, once per save. An error before the last step publishes nothing; after it nothing fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from airdata.checkpoint import layout
+from airdata.checkpoint.integrity import FileRecord, IntegrityRecord, ItemRecord, as_bytes, crc32c
+from airdata.errors import CheckpointError, CheckpointNotFoundError
+from airdata.transport import Transport
+from airdata.transport.retry import describe
+from airdata.volume import Volume
+
+__all__ = ["ABANDONED_AFTER", "SaveSummary", "StoredItem", "publish", "remove_files"]
+
+_log = logging.getLogger(__name__)
+
+# A save that began longer ago than this and is not published never will be; no save takes a day.
+ABANDONED_AFTER = timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class SaveSummary:
+    """What one save did. ``bytes`` and ``files`` count all ranks; ``seconds`` is from planning to publish on rank 0."""
+
+    path: str
+    save_id: str
+    bytes: int
+    files: int
+    ranks: int
+    seconds: float
+
+    def __str__(self) -> str:
+        speed = self.bytes / 1e9 / max(self.seconds, 1e-9)
+        return (
+            f"saved {self.path}: {self.bytes / 1e9:,.3f} GB in {self.files} files from {self.ranks} ranks, "
+            f"{self.seconds:.2f} s, {speed:.2f} GB/s"
+        )
+
+
+@dataclass(frozen=True)
+class StoredItem:
+    """Where an item lies; travels from every rank to the coordinator."""
+
+    file: FileRecord
+    item: ItemRecord
+
+
+def publish(
+    transport: Transport, save_id: str, metadata: Metadata, stored: Mapping[MetadataIndex, StoredItem], ranks: int
+) -> IntegrityRecord:
+    """Publish a save, and remove what it replaces.
+
+    Args:
+        transport: of the checkpoint's own folder.
+        save_id: names the integrity record.
+        metadata: DCP's plan of the whole checkpoint, with ``storage_meta``; receives ``storage_data``.
+        stored: every item that any rank wrote.
+        ranks: how many ranks saved.
+
+    Raises:
+        CheckpointError: something is missing or has the wrong size, or storage failed; nothing was published, and the
+            files of this save are removed.
+    """
+    name = transport.volume
+    files = tuple({s.file.name: s.file for s in stored.values()}.values())
+    record_name = layout.integrity_name(save_id)
+    removable = [*(file.name for file in files), record_name]
+    try:
+        _check_items(name, metadata, stored)
+        layout.check_sizes(transport, {file.name: file.size for file in files})
+        replaced = _names_at(transport)
+        metadata.storage_data = {
+            index: layout.StorageInfo(s.file.name, s.item.offset, s.item.length) for index, s in stored.items()
+        }
+        # A fresh object: with plan caching DCP hands over that of the last save, with the summary we hung on it.
+        data = pickle.dumps(dataclasses.replace(metadata))
+        # A planner may put anything into its planner_data; what cannot be read back must not be published.
+        layout.load_metadata(data, f"{name}/{layout.METADATA}")
+        record = IntegrityRecord(
+            save_id=save_id,
+            metadata_size=len(data),
+            metadata_crc32c=crc32c(as_bytes(data)),
+            files=files,
+            ranks=ranks,
+            torch=str(torch.__version__),
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+        transport.put(record_name, record.to_bytes())
+        try:
+            transport.put(layout.METADATA, data)
+        except OSError:
+            # The answer may have been lost and not the request: what is there now decides. While that is not known,
+            # nothing may be removed.
+            kept, removable = removable, []
+            published = _content(transport)
+            removable = kept
+            if published != data:
+                raise
+    except Exception as error:
+        remove_files(transport, removable)
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{name}: the checkpoint was not published: {describe(error)}") from error
+    _remove_leftovers(transport, replaced, record)
+    return record
+
+
+def _check_items(name: Volume, metadata: Metadata, stored: Mapping[MetadataIndex, StoredItem]) -> None:
+    # Stock DCP publishes what its writer threads left, however little (pytorch#191391).
+    odd = sorted(map(str, set(layout.item_indexes(metadata)) ^ stored.keys()))
+    if odd:
+        raise CheckpointError(f"{name}: {len(odd)} items were planned or written, not both: {', '.join(odd[:3])}")
+
+
+def remove_files(transport: Transport, names: Sequence[str]) -> None:
+    """Remove files, best effort: what stays is named in the log, and no checkpoint refers to it."""
+    for name in names:
+        _remove_file(transport, name)
+
+
+def _remove_file(transport: Transport, name: str) -> None:
+    try:
+        transport.delete(name)
+    except OSError as error:
+        _log.warning("%s/%s could not be removed: %s", transport.volume, name, describe(error))
+
+
+def _content(transport: Transport) -> bytes | None:
+    try:
+        return transport.read(layout.METADATA)
+    except FileNotFoundError:
+        return None
+
+
+def _names_at(transport: Transport) -> Sequence[str]:
+    """The files of the checkpoint that is published here now."""
+    try:
+        return list(layout.read_published(transport).owned())
+    except CheckpointNotFoundError:
+        return []
+    except CheckpointError as error:
+        _log.warning("%s; it will be replaced, and its other files stay", error)
+        return []
+
+
+def _remove_leftovers(transport: Transport, replaced: Sequence[str], record: IntegrityRecord) -> None:
+    """Remove the files of the replaced checkpoint, and those that a killed save left long ago."""
+    own = {file.name for file in record.files} | {layout.integrity_name(record.save_id)}
+    try:
+        abandoned = [f.path for f in transport.list() if layout.is_abandoned(f.path, ABANDONED_AFTER)]
+    except OSError as error:
+        _log.warning("%s: leftovers were not looked for: %s", transport.volume, describe(error))
+        abandoned = []
+    remove_files(transport, sorted({*replaced, *abandoned} - own))

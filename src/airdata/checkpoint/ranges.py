@@ -1,0 +1,71 @@
+"""Which bytes to fetch: pure functions from wanted ranges to read requests.
+
+wanted ranges of one file ──sort──► neighbours joined, smallest gaps first, within a budget of waste ──► groups
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Group", "coalesce", "split"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One stretch of a file that is read as a whole.
+
+    Attributes:
+        start: first byte.
+        end: one past the last byte.
+        members: indexes of the wanted ranges inside it, by position.
+    """
+
+    start: int
+    end: int
+    members: tuple[int, ...]
+
+
+def coalesce(wanted: Sequence[tuple[int, int]], *, max_bytes: int, max_gap: int, waste: float) -> list[Group]:
+    """Join wanted ranges of a file into few reads.
+
+    Args:
+        wanted: ``[start, end)`` of each range, in any order; they may touch, and should not overlap.
+        max_bytes: no group of several ranges grows beyond this.
+        max_gap: a larger gap is never read.
+        waste: bytes of gaps read, at most, as a fraction of the bytes wanted. The smallest gaps are bridged first,
+            since each saves one request whatever its size.
+
+    Returns:
+        Groups by position; every range is a member of exactly one.
+    """
+    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    gaps = []
+    end = 0
+    for position, index in enumerate(order):
+        if position:
+            gaps.append((wanted[index][0] - end, position))
+        end = max(end, wanted[index][1])
+    budget = waste * sum(stop - start for start, stop in wanted)
+    joined = set()
+    for gap, position in sorted(gaps):
+        if gap > max_gap or gap > budget:
+            break
+        # Ranges that overlap have memory of their own each, and are read each on their own.
+        if gap >= 0:
+            budget -= gap
+            joined.add(position)
+    groups: list[Group] = []
+    for position, index in enumerate(order):
+        start, stop = wanted[index]
+        last = groups[-1] if groups else None
+        if last and position in joined and stop - last.start <= max_bytes:
+            groups[-1] = Group(last.start, stop, (*last.members, index))
+        else:
+            groups.append(Group(start, stop, (index,)))
+    return groups
+
+
+def split(start: int, end: int, part_bytes: int) -> list[tuple[int, int]]:
+    """Cut ``[start, end)`` into parts of ``part_bytes``, the last one possibly smaller."""
+    return [(at, min(end, at + part_bytes)) for at in range(start, end, part_bytes)]

@@ -1,0 +1,160 @@
+"""Which checkpoints stay under a root, and how the others go.
+
+Only what is valid counts, only what is older than the newest few goes, and a checkpoint stops to exist before its files
+do: ``.metadata`` first, so that no half-removed checkpoint can be taken for one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+from airdata.checkpoint import layout
+from airdata.checkpoint.publish import ABANDONED_AFTER, remove_files
+from airdata.errors import CheckpointError
+from airdata.transport import Transport, open_transport
+from airdata.transport.retry import describe
+from airdata.volume import Volume
+
+__all__ = ["check_valid", "expired", "is_valid", "prune", "published_steps"]
+
+_log = logging.getLogger(__name__)
+
+
+def expired(
+    steps: Sequence[int],
+    current: int,
+    *,
+    keep_last: int | None,
+    keep_every: int | None,
+    valid: Callable[[int], bool] = lambda _: True,
+) -> list[int]:
+    """The steps to remove, oldest first.
+
+    Args:
+        steps: published steps, in any order.
+        current: the step just published; newer ones are none of our business.
+        keep_last: how many valid steps up to ``current`` stay; None for all.
+        keep_every: steps that are a multiple of this stay too.
+        valid: asked newest first, and only as often as needed.
+    """
+    if keep_last is None:
+        return []
+    kept = 0
+    removable = []
+    for step in sorted((step for step in steps if step <= current), reverse=True):
+        if kept >= keep_last:
+            if not keep_every or step % keep_every:
+                removable.append(step)
+        elif step == current or valid(step):
+            kept += 1
+    return removable[::-1]
+
+
+def published_steps(root: Volume) -> list[int]:
+    """The steps that are published under a root, ascending."""
+    found = []
+    for name in open_transport(root).directories():
+        step = layout.step_of(name)
+        if step is None:
+            continue
+        try:
+            open_transport(root.child(name)).stat(layout.METADATA)
+        except FileNotFoundError:
+            continue
+        found.append(step)
+    return sorted(found)
+
+
+def check_valid(transport: Transport) -> layout.Published:
+    """Read what says that a checkpoint exists, and compare the sizes of its files: two reads and a listing.
+
+    Raises:
+        CheckpointNotFoundError: nothing is published here.
+        CorruptCheckpointError: something is damaged, missing or short.
+    """
+    published = layout.read_published(transport)
+    layout.check_sizes(transport, published.files())
+    return published
+
+
+def is_valid(transport: Transport) -> bool:
+    """Whether :func:`check_valid` finds nothing wrong; says what in the log."""
+    try:
+        check_valid(transport)
+    except CheckpointError as error:
+        _log.warning("%s", error)
+        return False
+    return True
+
+
+def prune(
+    root: Volume, current: int, *, keep_last: int | None, keep_every: int | None, dry_run: bool = False
+) -> list[int]:
+    """Remove the steps that have expired, and what killed saves left of older ones.
+
+    Args:
+        root: holds the steps.
+        current: the step just published.
+        keep_last: see :func:`expired`.
+        keep_every: see :func:`expired`.
+        dry_run: remove nothing.
+
+    Returns:
+        The steps removed, oldest first.
+
+    Raises:
+        TransferError: storage failed.
+    """
+    transports = {step: open_transport(root.child(layout.step_name(step))) for step in published_steps(root)}
+    steps = expired(
+        list(transports),
+        current,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        valid=lambda step: is_valid(transports[step]),
+    )
+    if dry_run:
+        return steps
+    for step in steps:
+        _remove(transports[step])
+    if keep_last is not None:
+        for name in open_transport(root).directories():
+            step_found = layout.step_of(name)
+            if step_found is not None and step_found < current and step_found not in transports:
+                _remove_abandoned(open_transport(root.child(name)))
+    return steps
+
+
+def _remove(transport: Transport) -> None:
+    try:
+        names = list(layout.read_published(transport).owned())
+    except CheckpointError as error:
+        _log.info("%s; it is removed by the names of its files", error)
+        names = []
+    transport.delete(layout.METADATA)
+    ours = [file.path for file in transport.list() if layout.shard_save_id(file.path)]
+    remove_files(transport, sorted({*names, *ours}))
+    _remove_folder(transport)
+
+
+def _remove_abandoned(transport: Transport) -> None:
+    try:
+        names = [f.path for f in transport.list() if layout.is_abandoned(f.path, ABANDONED_AFTER)]
+    except OSError as error:
+        _log.warning("%s: leftovers were not looked for: %s", transport.volume, describe(error))
+        return
+    remove_files(transport, names)
+    if names:
+        _remove_folder(transport)
+
+
+def _remove_folder(transport: Transport) -> None:
+    """Remove the empty folder; one that holds something of somebody else stays."""
+    directory = transport.volume.directory
+    if directory is not None:
+        try:
+            os.rmdir(directory)
+        except OSError as error:
+            _log.info("%s stays: %s", directory, error.strerror)

@@ -1,0 +1,70 @@
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from airdata.checkpoint.ranges import Group, coalesce, split
+
+lengths = st.lists(st.tuples(st.integers(0, 100), st.integers(1, 100)), max_size=30)
+
+
+def place(gaps_and_lengths, order):
+    """Ranges that do not overlap, shuffled."""
+    wanted, at = [], 0
+    for gap, length in gaps_and_lengths:
+        wanted.append((at + gap, at + gap + length))
+        at += gap + length
+    order.shuffle(wanted)
+    return wanted
+
+
+@given(lengths, st.randoms(use_true_random=False), st.integers(1, 500), st.integers(0, 200), st.floats(0, 2))
+def test_every_range_lies_in_exactly_one_group(spaced, order, max_bytes, max_gap, waste):
+    wanted = place(spaced, order)
+    groups = coalesce(wanted, max_bytes=max_bytes, max_gap=max_gap, waste=waste)
+    assert sorted(index for group in groups for index in group.members) == list(range(len(wanted)))
+    for group in groups:
+        members = [wanted[index] for index in group.members]
+        assert members == sorted(members)
+        assert (group.start, group.end) == (members[0][0], members[-1][1])
+        assert len(members) == 1 or group.end - group.start <= max_bytes
+        assert all(b[0] - a[1] <= max_gap for a, b in itertools.pairwise(members))
+    assert all(a.end <= b.start for a, b in itertools.pairwise(groups))
+
+
+@given(lengths, st.randoms(use_true_random=False), st.integers(1, 500), st.integers(0, 200), st.floats(0, 2))
+def test_the_gaps_read_in_vain_stay_within_the_budget(spaced, order, max_bytes, max_gap, waste):
+    wanted = place(spaced, order)
+    needed = sum(end - start for start, end in wanted)
+    read = sum(g.end - g.start for g in coalesce(wanted, max_bytes=max_bytes, max_gap=max_gap, waste=waste))
+    assert read - needed <= waste * needed
+
+
+def test_ranges_that_overlap_are_read_each_on_their_own():
+    wanted = [(0, 10), (5, 20), (5, 20), (20, 30)]
+    groups = coalesce(wanted, max_bytes=100, max_gap=10, waste=1)
+    assert [group.members for group in groups] == [(0,), (1,), (2, 3)]
+
+
+def test_neighbours_are_one_read_whatever_the_order_of_the_keys():
+    wanted = [(30, 40), (0, 10), (20, 30), (10, 20)]
+    assert coalesce(wanted, max_bytes=100, max_gap=0, waste=0) == [Group(0, 40, (1, 3, 2, 0))]
+
+
+def test_a_group_ends_before_it_grows_too_large():
+    assert coalesce([(0, 60), (60, 120), (120, 130)], max_bytes=100, max_gap=0, waste=0) == [
+        Group(0, 60, (0,)),
+        Group(60, 130, (1, 2)),
+    ]
+
+
+def test_the_smallest_gaps_are_bridged_first():
+    wanted = [(0, 100), (150, 250), (252, 352)]
+    assert coalesce(wanted, max_bytes=1000, max_gap=100, waste=0.03) == [Group(0, 100, (0,)), Group(150, 352, (1, 2))]
+
+
+@given(st.integers(0, 100), st.integers(0, 300), st.integers(1, 50))
+def test_split_covers_a_range_once(start, length, part):
+    parts = split(start, start + length, part)
+    assert [at for low, high in parts for at in range(low, high)] == list(range(start, start + length))
+    assert all(high - low <= part for low, high in parts)
