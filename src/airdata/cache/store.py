@@ -1,0 +1,289 @@
+"""One cache directory as one process sees it.
+
+    open ──► the entry is there, of the right size ─────────────────────────────────────────────► hit
+         └─► wait for the lock of this entry ──► somebody has fetched it meanwhile ─────────────► hit
+                                             └─► download to parts/ ──► check the length ──► rename
+                                                    to files/      while the limits allow; it stays
+                                                    to transient/  else; its last reader removes it
+
+A reader holds a shared lock: one for all the entries of a source, since entries that stay leave only with their source,
+and one for each file that passes through. Who removes needs the exclusive lock, so a path in use stays, and a process
+that is killed holds nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from airdata.cache.catalogue import Catalogue
+from airdata.cache.lease import CachedFile
+from airdata.cache.locks import LockFile, locks_exclude, wait_for
+from airdata.cache.names import EntryName, entry_name, generation_name, lock_bytes
+from airdata.cache.root import prepare_root, remove_tree
+from airdata.cache.transit import in_transit
+from airdata.cache.upkeep import Upkeep
+from airdata.cache.usage import Limits, Usage
+from airdata.errors import AirdataError, SourceChangedError
+from airdata.transport import FileInfo, Transport
+from airdata.volume import safe_url
+
+__all__ = ["DiskTroubleError", "LocksUselessError", "Store"]
+
+_log = logging.getLogger(__name__)
+
+# What a source does not answer when it is read, so that it is our disk that speaks.
+_LOCAL_ERRNO = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# How long nothing is asked again that was just refused: a full disk, or room that nobody could make.
+_REST_SECONDS = 30.0
+# A remover holds its lock for one rename.
+_SHARE_SECONDS = 10.0
+
+
+class DiskTroubleError(OSError):
+    """The disk of the cache failed, not the source: another place may serve."""
+
+
+class LocksUselessError(OSError):
+    """Locks on this filesystem keep nobody out."""
+
+
+class Store:
+    """The files of one cache, for the threads of one process.
+
+    Args:
+        directory: the cache; made when missing.
+        limits: what it may take.
+        run_start: sources used since this time (seconds since the epoch) are not removed to make room.
+        patience: seconds without a new byte after which a download by another process is not waited for any longer.
+        shared: whether other processes use it too; without, no kernel locks are needed.
+
+    Raises:
+        OSError: the directory cannot be made, written, or is not ours.
+        LocksUselessError: it lies on a filesystem where it cannot be shared.
+    """
+
+    def __init__(
+        self, directory: str, limits: Limits, *, run_start: float, patience: float, shared: bool = True
+    ) -> None:
+        self.layout = prepare_root(directory)
+        if shared and not locks_exclude(self.layout.locks):
+            raise LocksUselessError(errno.ENOLCK, "locks between processes do not work here", self.layout.root)
+        self.limits = limits
+        self.pid = os.getpid()
+        self._locks = LockFile(self.layout.locks, kernel=shared)
+        self._usage = Usage(self.layout.usage, self._locks)
+        self._catalogue = Catalogue(self.layout)
+        self._upkeep = Upkeep(self.layout, self._locks, self._usage, self._catalogue)
+        self._run_start = run_start
+        self._patience = patience
+        self._longest_name = os.pathconf(self.layout.root, "PC_NAME_MAX")
+        self._generations: dict[str, str] = {}
+        self._mutex = threading.Lock()
+        self._no_room_until = 0.0
+        self._full_until = 0.0
+        self._upkeep.begin()
+
+    def open(self, transport: Transport, file: FileInfo) -> CachedFile:
+        """See :meth:`airdata.cache.VolumeCache.open`.
+
+        Raises:
+            DiskTroubleError: the cache's own disk or locks failed, or the process that fetches this file is stuck.
+            SourceChangedError: the source is gone or of another size than ``file`` says.
+            TransferError: the source could not be read.
+        """
+        try:
+            return self._open(transport, file)
+        except OSError as error:
+            of_the_source = isinstance(error, AirdataError) and error.errno not in _LOCAL_ERRNO
+            if of_the_source or isinstance(error, DiskTroubleError):
+                raise
+            if error.errno in _FULL:
+                self._full_until = time.monotonic() + _REST_SECONDS
+            raise DiskTroubleError(error.errno or errno.EIO, f"{error}", self.layout.root) from error
+
+    def clear(self) -> int:
+        """Remove every file that nobody reads or writes; return the bytes freed."""
+        return self._upkeep.clear()
+
+    def _open(self, transport: Transport, file: FileInfo) -> CachedFile:
+        generation = self._generation(transport)
+        name = entry_name(generation, file, self._longest_name)
+        path = self.layout.entry(name)
+        lease = lock_bytes(generation)[1]
+        self._share(lease)
+        try:
+            if _size(path) == file.size:
+                return self._staying(path, file, lease, hit=True)
+            with self._flight(name, file):
+                if _size(path) == file.size:
+                    return self._staying(path, file, lease, hit=True)
+                if self._admit(file.size, generation):
+                    self._fetch_to_stay(transport, file, name, path)
+                    return self._staying(path, file, lease, hit=False)
+                passing = self._pass_through(transport, file, name)
+        except BaseException:
+            self._locks.release(lease)
+            raise
+        self._locks.release(lease)
+        return passing
+
+    # --- leases ---
+
+    def _staying(self, path: str, file: FileInfo, lease: int, *, hit: bool) -> CachedFile:
+        return CachedFile(path, file.size, hit, partial(self._release, lease))
+
+    def _release(self, lease: int) -> None:
+        if os.getpid() == self.pid:  # a forked copy of a lease is the parent's to release
+            self._locks.release(lease)
+
+    def _end_passing(self, name: EntryName) -> None:
+        if os.getpid() != self.pid:
+            return
+        lease = lock_bytes(name.digest)[1]
+        self._locks.release(lease)
+        # Whoever reads it still, in any process, keeps us out and comes here later.
+        with contextlib.suppress(OSError):
+            if self._locks.exclude(lease):
+                try:
+                    remove_tree(os.path.join(self.layout.transient, name.digest))
+                finally:
+                    self._locks.release(lease)
+
+    def _share(self, byte: int) -> None:
+        deadline = time.monotonic() + _SHARE_SECONDS
+        if not wait_for(lambda: self._locks.share(byte), lambda: time.monotonic() < deadline):
+            raise DiskTroubleError(
+                errno.EBUSY, f"another process has been removing files for {_SHARE_SECONDS:g} s", self.layout.root
+            )
+
+    # --- fetching ---
+
+    def _generation(self, transport: Transport) -> str:
+        url = transport.volume.url
+        generation = self._generations.get(url)
+        if generation is None:
+            with self._mutex:
+                generation = generation_name(url)
+                if url not in self._generations:
+                    os.makedirs(os.path.join(self.layout.files, generation), mode=0o700, exist_ok=True)
+                    self._catalogue.note(generation, safe_url(url))
+                    self._generations[url] = generation
+        return generation
+
+    @contextlib.contextmanager
+    def _flight(self, name: EntryName, file: FileInfo) -> Iterator[None]:
+        """Be the only one, in any thread or process, who fetches this entry."""
+        byte, part = lock_bytes(name.digest)[0], self.layout.part(name)
+        with in_transit(file, part):
+            if not wait_for(lambda: self._locks.exclude(byte), _grows(part, self._patience)):
+                raise DiskTroubleError(
+                    errno.EBUSY,
+                    f"another process fetches {file.path} and has got no byte for {self._patience:g} s",
+                    part,
+                )
+            try:
+                yield
+            finally:
+                self._locks.release(byte)
+
+    def _admit(self, size: int, generation: str) -> bool:
+        """Whether a file may stay; if so its bytes are promised, and ``settle`` is due."""
+        now = time.monotonic()
+        if now < self._full_until:
+            return False
+
+        def promise() -> bool:
+            return self._usage.promise(size, self.limits)
+
+        if promise():
+            return True
+        if self.limits.max_bytes == 0 or now < self._no_room_until:
+            return False
+        if self._upkeep.make_room(generation, self._run_start, promise):
+            return True
+        self._no_room_until = now + _REST_SECONDS
+        return False
+
+    def _fetch_to_stay(self, transport: Transport, file: FileInfo, name: EntryName, path: str) -> None:
+        stays = False
+        try:
+            self._fetch(transport, file, self.layout.part(name), path)
+            stays = True
+        finally:
+            self._usage.settle(file.size, stays=stays)
+
+    def _pass_through(self, transport: Transport, file: FileInfo, name: EntryName) -> CachedFile:
+        path = self.layout.passing(name)
+        self._share(lock_bytes(name.digest)[1])
+        try:
+            hit = _size(path) == file.size
+            if not hit:
+                self._fetch(transport, file, self.layout.part(name), path)
+        except BaseException:
+            self._end_passing(name)
+            raise
+        return CachedFile(path, file.size, hit, partial(self._end_passing, name))
+
+    def _make_part(self, part: str) -> None:
+        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        if not self._locks.is_current():
+            raise FileNotFoundError(errno.ENOENT, "the cache directory was removed", self.layout.root)
+
+    def _fetch(self, transport: Transport, file: FileInfo, part: str, path: str) -> None:
+        """Download to ``part``, check it, and make it visible as ``path`` in one act."""
+        try:
+            # Here, so that what is wrong with the disk shows before the source is asked.
+            self._make_part(part)
+            _download(transport, file, part)
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            # No fsync: after a power cut the entry may be short, and the size is checked at every hit.
+            os.replace(part, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise
+
+
+def _download(transport: Transport, file: FileInfo, part: str) -> None:
+    source = safe_url(transport.volume.join(file.path))
+    try:
+        transport.get(file.path, part, file.version)
+    except FileNotFoundError as error:
+        if not os.path.exists(part):
+            raise  # it was our side that vanished
+        raise SourceChangedError(f"{source}: it was listed with {file.size} bytes and is gone") from error
+    size = os.stat(part).st_size
+    if size != file.size:
+        raise SourceChangedError(
+            f"{source}: it was listed with {file.size} bytes and {size} came. The file was replaced since the listing, "
+            "or the source answered short; list the volume again."
+        )
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1
+
+
+def _grows(part: str, patience: float) -> Callable[[], bool]:
+    """A condition that holds until ``part`` has not changed its size for ``patience`` seconds."""
+    size, since = _size(part), time.monotonic()
+
+    def go_on() -> bool:
+        nonlocal size, since
+        now = time.monotonic()
+        if (current := _size(part)) != size:
+            size, since = current, now
+        return now - since < patience
+
+    return go_on
