@@ -79,7 +79,7 @@ def test_a_changed_source_passes_unchanged():
 
 def test_what_is_missing_stays_file_not_found_and_is_named():
     verb = Flaky(FileNotFoundError("NoSuchKey"))
-    with pytest.raises(FileNotFoundError, match="reading s3://b/x: .*NoSuchKey"):
+    with pytest.raises(FileNotFoundError, match=r"reading s3://b/x: .*NoSuchKey"):
         QUICK.call("reading s3://b/x", verb)
     assert verb.calls == 1
 

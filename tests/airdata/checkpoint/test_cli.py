@@ -61,6 +61,16 @@ def test_prune_first_says_and_then_does(root, capsys):
     assert sorted(path.name for path in root.iterdir()) == ["step-00000002", "step-00000003"]
 
 
+def test_prune_keeps_the_best_and_the_pinned(tmp_path, capsys):
+    with CheckpointManager(tmp_path, keep_last=None) as manager:
+        for step, score in enumerate([0.5, 0.9, 0.1, 0.3]):
+            manager.save(step, {"x": step}, metrics={"score": score})
+    options = ["--keep-last", "1", "--dry-run", "--pin", "0"]
+    assert main(["ckpt", "prune", str(tmp_path), *options, "--keep-best", "score"]) == 0
+    assert main(["ckpt", "prune", str(tmp_path), *options, "--keep-best", "score:max"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["would remove 1 of 4 steps: 1", "would remove 1 of 4 steps: 2"]
+
+
 def test_what_is_not_there_is_an_error_in_one_line(tmp_path, capsys):
     assert main(["ckpt", "show", str(tmp_path)]) == 1
     assert capsys.readouterr().err.startswith("airdata: ")
@@ -77,6 +87,7 @@ def test_what_is_not_there_is_an_error_in_one_line(tmp_path, capsys):
         ["ckpt"],
         ["ckpt", "prune", "x"],
         ["ckpt", "prune", "x", "--keep-last", "0"],
+        ["ckpt", "prune", "x", "--keep-last", "1", "--keep-best", "loss:best"],
         ["ckpt", "ls", "x", "--storage-options", "[1]"],
     ],
 )

@@ -1,13 +1,18 @@
+import contextlib
 import copy
 import logging
 import random
+import re
+import threading
 
+import fsspec
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
-from airdata.checkpoint import CheckpointManager, RNGState, SaveSummary
+from airdata.checkpoint import CheckpointManager, KeepBest, Pinned, RNGState, SaveSummary
 from airdata.checkpoint.layout import step_name
 from airdata.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from airdata.volume import Volume
@@ -162,9 +167,7 @@ def test_later_changes_do_not_show_in_an_async_save(tmp_path):
             state["model"].weight.data.zero_()
     target = {"x": torch.zeros(200_000), "list": [], "model": nn.Linear(300, 300)}
     for step in (0, 1, 2):
-        manager = CheckpointManager(tmp_path)
-        manager.steps = lambda limit=step: list(range(limit + 1))
-        assert manager.restore(target) == step
+        assert CheckpointManager(tmp_path).restore(target, step) == step
         assert bool((target["x"] == step).all())
         assert target["list"] == [1] + [2] * step
         if step == 0:
@@ -291,6 +294,19 @@ def test_a_failed_sync_save_is_raised_at_once_and_old_checkpoints_stay(tmp_path)
     assert manager.steps() == [1]
 
 
+def test_a_step_that_is_asked_for_is_loaded_or_refused_and_never_replaced_by_another(tmp_path, flip):
+    manager = saved_steps(tmp_path, 1, 2, 3)
+    state = target()
+    assert manager.restore(state, 2) == 2
+    assert bool((state["x"] == 2).all())
+    with pytest.raises(CheckpointNotFoundError, match=step_name(9)):
+        manager.restore(state, 9)
+    [shard] = (tmp_path / step_name(2)).glob("*.distcp")
+    flip(shard, shard.stat().st_size // 2)
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        manager.restore(state, 2)
+
+
 def test_an_error_of_the_body_is_not_hidden_by_that_of_the_save(tmp_path):
     blocked(tmp_path, 2)
 
@@ -344,6 +360,105 @@ def test_roots_that_do_not_last_are_warned_of(root, recwarn):
     CheckpointManager(Volume.of(root))
     warned = any("may not outlive" in str(w.message) for w in recwarn)
     assert warned == (root not in {"/data/x", "/tmpfs/x"})
+
+
+# --- early proof, reports --------------------------------------------------------------------------------------------
+
+
+class LyingVolume(MemoryFileSystem):
+    """A store that keeps the size of what it is given and loses a byte of each shard file."""
+
+    protocol = "lying"
+    store = {}  # noqa: RUF012 - the base class's design
+    pseudo_dirs = [""]  # noqa: RUF012
+    honest = True
+
+    def pipe_file(self, path, value, **options):
+        if not self.honest and ".distcp" in path:
+            value = value[:-1] + bytes([value[-1] ^ 1])
+        super().pipe_file(path, value, **options)
+
+
+fsspec.register_implementation("lying", LyingVolume, clobber=True)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_store_that_loses_bytes_is_found_out_by_the_first_save_and_nothing_older_goes(
+    async_save, tmp_path, monkeypatch
+):
+    root = f"lying://{tmp_path.name}/run"
+    CheckpointManager(root, async_save=False).save(1, target())
+    monkeypatch.setattr(LyingVolume, "honest", False)
+    manager = CheckpointManager(root, keep_last=1, async_save=async_save)
+    with pytest.raises(CorruptCheckpointError, match="is damaged"):
+        manager.save(2, target()).result(timeout=60)
+    assert manager.steps() == [1, 2]
+    assert CheckpointManager(root).restore(target()) == 1
+    unproved = CheckpointManager(root, async_save=False, prove_first=False)
+    unproved.save(3, target())
+
+
+def test_only_the_first_save_of_a_manager_is_read_back_and_the_time_is_logged(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "airdata.checkpoint"), CheckpointManager(tmp_path) as manager:
+        for step in range(3):
+            manager.save(step, target())
+    proofs = [record.message for record in caplog.records if "was read back" in record.message]
+    assert len(proofs) == 1
+    assert "step-00000000: the first save" in proofs[0]
+    assert "it took" in proofs[0]
+
+
+class Gate:
+    """A value whose pickling waits, so that a save lasts as long as the test says."""
+
+    opened = threading.Event()
+
+    def __reduce__(self):
+        assert self.opened.wait(timeout=60)
+        return Gate, ()
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def test_saves_that_are_due_before_the_last_one_is_done_are_warned_of(tmp_path, caplog):
+    Gate.opened.clear()
+    with caplog.at_level(logging.WARNING, "airdata.checkpoint"), CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"gate": Gate()})
+        timer = threading.Timer(0.2, Gate.opened.set)
+        timer.start()
+        manager.save(2, target()).result(timeout=60)
+        manager.save(3, target())
+    warnings = [record.message for record in caplog.records]
+    assert len(warnings) == 1
+    assert re.search(r"step 2 was due \d+\.\d s after .* training waited", warnings[0])
+
+
+def test_what_stays_can_be_composed(tmp_path):
+    policies = [KeepBest("accuracy", "max"), Pinned([1])]
+    with CheckpointManager(tmp_path, keep_last=1, keep=policies) as manager:
+        for step, accuracy in enumerate([0.1, 0.2, 0.9, 0.8, 0.7]):
+            manager.save(step, target(), metrics={"accuracy": accuracy})
+    assert manager.steps() == [1, 2, 4]
+
+
+@pytest.mark.parametrize("how", ["active run", "environment"])
+def test_the_numbers_of_saves_reach_the_mlflow_run(how, tmp_path, monkeypatch):
+    import mlflow
+
+    with contextlib.ExitStack() as stack:
+        if how == "active run":
+            run = stack.enter_context(mlflow.start_run())
+        else:
+            run = mlflow.MlflowClient().create_run(mlflow.MlflowClient().create_experiment("saves"))
+            monkeypatch.setenv("MLFLOW_RUN_ID", run.info.run_id)
+        with CheckpointManager(tmp_path) as manager:
+            manager.save(1, target())
+    found = mlflow.get_run(run.info.run_id).data.metrics
+    names = {"seconds", "bytes", "gb_per_second", "stall_seconds"}
+    assert set(found) == {f"checkpoint_{name}" for name in names}
+    assert found["checkpoint_bytes"] == manager.last_save.bytes
+    assert found["checkpoint_seconds"] == pytest.approx(manager.last_save.seconds)
 
 
 # --- several ranks ---------------------------------------------------------------------------------------------------

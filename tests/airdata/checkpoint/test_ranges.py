@@ -1,9 +1,10 @@
 import itertools
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from airdata.checkpoint.ranges import Group, coalesce, split
+from airdata.checkpoint.ranges import Group, coalesce, pieces, split
 
 lengths = st.lists(st.tuples(st.integers(0, 100), st.integers(1, 100)), max_size=30)
 
@@ -68,3 +69,41 @@ def test_split_covers_a_range_once(start, length, part):
     parts = split(start, start + length, part)
     assert [at for low, high in parts for at in range(low, high)] == list(range(start, start + length))
     assert all(high - low <= part for low, high in parts)
+
+
+slices = st.lists(
+    st.integers(1, 6).flatmap(
+        lambda size: st.integers(0, size - 1).flatmap(
+            lambda start: st.tuples(st.just(size), st.just(start), st.integers(1, size - start))
+        )
+    ),
+    max_size=4,
+)
+
+
+@given(slices, st.integers(1, 200))
+def test_pieces_are_the_slice_and_have_no_large_gap_inside(dimensions, min_gap):
+    shape, offsets, lengths = ([each[part] for each in dimensions] for part in range(3))
+    numbers = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)
+
+    def elements(start, size):
+        return numbers[tuple(slice(o, o + n) for o, n in zip(start, size, strict=True))].ravel().tolist()
+
+    parts = pieces(shape, offsets, lengths, 1, min_gap)
+    found = [elements(*part) for part in parts]
+    assert sorted(itertools.chain(*found)) == sorted(elements(offsets, lengths))
+    assert found == sorted(found)
+    for inside in found:
+        assert all(after - before <= min_gap for before, after in itertools.pairwise(inside))
+
+
+def test_a_slice_with_small_gaps_is_one_piece():
+    assert pieces([100, 100], [0, 25], [100, 25], 4, 1 << 20) == [((0, 25), (100, 25))]
+
+
+def test_rows_far_apart_are_asked_for_one_by_one():
+    megabyte = 1 << 20
+    assert pieces([2, 4, megabyte], [0, 1, 0], [2, 1, megabyte], 2, megabyte) == [
+        ((0, 1, 0), (1, 1, megabyte)),
+        ((1, 1, 0), (1, 1, megabyte)),
+    ]

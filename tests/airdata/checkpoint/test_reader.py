@@ -107,12 +107,12 @@ class CountingStore(MemoryFileSystem):
         return data
 
 
-class SomeRows(DefaultLoadPlanner):
-    """Loads rows of a tensor into a smaller one, as another world size would."""
+class Slice(DefaultLoadPlanner):
+    """Loads a slice of a tensor into a smaller one, as another world size would."""
 
-    def __init__(self, start, rows):
+    def __init__(self, *offsets):
         super().__init__()
-        self.start, self.rows = start, rows
+        self.offsets = offsets
 
     def create_local_plan(self):
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -122,8 +122,8 @@ class SomeRows(DefaultLoadPlanner):
         items = []
         for name, tensor in self.state_dict.items():
             entry = self.metadata.state_dict_metadata[name]
-            offsets = torch.Size((self.start, *[0] * (tensor.dim() - 1)))
-            items += create_read_items_for_chunk_list(name, entry, [ChunkStorageMetadata(offsets, tensor.size())])
+            chunk = ChunkStorageMetadata(torch.Size(self.offsets), tensor.size())
+            items += create_read_items_for_chunk_list(name, entry, [chunk])
         return LoadPlan(items)
 
     def lookup_tensor(self, index):
@@ -153,9 +153,34 @@ def test_some_rows_of_a_tensor_cost_what_they_weigh(counting, verify):
     dcp.save({"x": full}, storage_writer=UCVolumeWriter(path))
     target = {"x": torch.zeros(1024, 2048)}
     counting.fetched = 0
-    dcp.load(target, storage_reader=UCVolumeReader(path, verify=verify), planner=SomeRows(1500, 1024))
+    dcp.load(target, storage_reader=UCVolumeReader(path, verify=verify), planner=Slice(1500, 0))
     assert torch.equal(target["x"], full[1500:2524])
     assert counting.fetched <= 1.06 * target["x"].numel() * 4
+
+
+@pytest.mark.parametrize(("verify", "most"), [("off", 1.01), ("items", 1.26)])
+def test_a_share_of_each_expert_is_read_without_the_others_shares(counting, verify, most):
+    full = torch.randn(3, 3072, 512)
+    path = f"counting://experts{verify}"
+    dcp.save({"x": full}, storage_writer=UCVolumeWriter(path))
+    target = {"x": torch.zeros(3, 1024, 512)}
+    counting.fetched = 0
+    dcp.load(target, storage_reader=UCVolumeReader(path, verify=verify), planner=Slice(0, 1024, 0))
+    assert torch.equal(target["x"], full[:, 1024:2048])
+    assert counting.fetched <= most * target["x"].numel() * 4
+
+
+@pytest.mark.parametrize("verify", ["off", "items"])
+def test_any_slice_holds_the_right_elements(verify, tmp_path):
+    full = torch.randn(6, 13, 30)
+    dcp.save({"x": full}, storage_writer=UCVolumeWriter(tmp_path))
+    for offsets in (0, 0, 0), (2, 7, 0), (1, 3, 5), (3, 9, 9):
+        for sizes in (1, 1, 1), (1, 4, 30), (2, 4, 30), (1, 4, 21), (3, 1, 20):
+            fits = [min(size, whole - start) for size, whole, start in zip(sizes, full.shape, offsets, strict=True)]
+            target = {"x": torch.zeros(fits)}
+            dcp.load(target, storage_reader=UCVolumeReader(tmp_path, verify=verify), planner=Slice(*offsets))
+            wanted = full[tuple(slice(start, start + size) for start, size in zip(offsets, fits, strict=True))]
+            assert torch.equal(target["x"], wanted), (offsets, fits)
 
 
 # --- what it refuses ---------------------------------------------------------------------------------------------
@@ -199,11 +224,11 @@ def test_stock_loads_the_flipped_bit_without_a_word(tmp_path, shards, flip):
 def test_a_flipped_bit_in_rows_of_a_tensor_is_noticed_only_where_it_matters(tmp_path, shards, flip):
     dcp.save({"x": torch.ones(4096, 1024)}, storage_writer=UCVolumeWriter(tmp_path))
     flip(shards(tmp_path)[0], 10_000_000)  # in row 2441
-    planner = SomeRows(2000, 1000)
+    planner = Slice(2000, 0)
     with pytest.raises(CheckpointException, match="'x' is damaged"):
         dcp.load({"x": torch.zeros(1000, 1024)}, storage_reader=UCVolumeReader(tmp_path), planner=planner)
     target = {"x": torch.zeros(1000, 1024)}
-    dcp.load(target, storage_reader=UCVolumeReader(tmp_path), planner=SomeRows(3000, 1000))
+    dcp.load(target, storage_reader=UCVolumeReader(tmp_path), planner=Slice(3000, 0))
     assert bool((target["x"] == 1).all())
 
 

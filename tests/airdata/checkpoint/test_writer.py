@@ -382,3 +382,25 @@ def test_objects_are_stored_as_pickled_bytes(tmp_path):
     loaded = load(tmp_path, {"bytes": None, "object": {"a": None}})
     assert loaded["bytes"].getvalue() == b"abc"
     assert loaded["object"] == {"a": (1, 2)}
+
+
+class FaltersOnce(MemoryFileSystem):
+    """Drops the connection at the first try of every put."""
+
+    protocol = "falters"
+    tried = set()  # noqa: RUF012
+
+    def pipe_file(self, path, value, **options):
+        if path not in self.tried:
+            self.tried.add(path)
+            raise ConnectionResetError("reset by peer")
+        super().pipe_file(path, value, **options)
+
+
+def test_the_summary_tells_how_often_storage_had_to_be_asked_again(caplog):
+    fsspec.register_implementation("falters", FaltersOnce, clobber=True)
+    state = {f"t{n}": torch.ones(1000) for n in range(3)}
+    writer = UCVolumeWriter("falters://steps/1", file_bytes=1)
+    metadata = dcp.save(state, storage_writer=writer)
+    assert metadata.save_summary.retries == 5  # three shard files, the integrity record, .metadata
+    assert "5 retries" in str(metadata.save_summary)

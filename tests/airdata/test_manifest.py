@@ -1,0 +1,273 @@
+"""The manifest: what a volume holds, frozen, sorted and shared."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from airdata.errors import EmptyListingError, ManifestError
+from airdata.manifest import Manifest, listing
+from airdata.manifest.listing import launch_key, list_volume, read_listing
+from airdata.manifest.patterns import Selection
+from airdata.transport import FileInfo, open_transport
+from airdata.volume import Volume
+
+names = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), min_size=1, max_size=12)
+infos = st.builds(FileInfo, names, st.integers(0, 2**40), st.text(max_size=5))
+
+
+def of(directory, pattern=None, **options) -> Manifest:
+    return read_listing(open_transport(Volume.of(str(directory))), Selection(pattern, **options), wait=0)
+
+
+def paths(manifest: Manifest) -> list[str]:
+    return [file.path for file in manifest]
+
+
+@given(st.lists(infos, max_size=30, unique_by=lambda info: info.path))
+def test_a_manifest_holds_what_was_listed_sorted_by_the_bytes_of_the_path(files) -> None:
+    manifest = Manifest.from_files(files)
+    assert list(manifest) == sorted(files, key=lambda file: file.path.encode())
+    assert pickle.loads(pickle.dumps(manifest)) == manifest
+    assert Manifest.from_files(reversed(files)).fingerprint == manifest.fingerprint
+    assert manifest.total_bytes == sum(file.size for file in files)
+
+
+@given(st.lists(infos, min_size=1, max_size=8, unique_by=lambda info: info.path), st.data())
+def test_the_fingerprint_changes_with_any_value_and_says_which(files, data) -> None:
+    number = data.draw(st.integers(0, len(files) - 1))
+    old = files[number]
+    changed = {
+        "paths": FileInfo(old.path + "x", old.size, old.version),
+        "sizes": FileInfo(old.path, old.size + 1, old.version),
+        "versions": FileInfo(old.path, old.size, old.version + "x"),
+    }
+    before = Manifest.from_files(files)
+    for what, file in changed.items():
+        after = Manifest.from_files([*files[:number], file, *files[number + 1 :]])
+        if len(after) == len(before):
+            assert what in after.difference(before.fingerprint)
+    assert before.difference(before.fingerprint) == ""
+
+
+def test_values_that_run_into_each_other_do_not_share_a_fingerprint() -> None:
+    assert Manifest.from_paths(["ab", "c"]).fingerprint != Manifest.from_paths(["a", "bc"]).fingerprint
+
+
+@given(st.lists(infos, max_size=20, unique_by=lambda info: info.path))
+def test_a_mapped_manifest_is_the_written_one(tmp_path_factory, files) -> None:
+    manifest = Manifest.from_files(files, "s3://bucket/data")
+    file = str(tmp_path_factory.mktemp("m") / "m.arrow")
+    mapped = manifest.write(file)
+    assert list(mapped) == list(manifest)
+    assert (mapped.fingerprint, mapped.source) == (manifest.fingerprint, "s3://bucket/data")
+    assert len(pickle.dumps(mapped)) < 300  # it pickles as the name of its file
+
+
+def test_a_file_that_lost_its_manifest_is_named(tmp_path) -> None:
+    mapped = Manifest.from_paths(["a"]).write(str(tmp_path / "m.arrow"))
+    data = pickle.dumps(mapped)
+    (tmp_path / "m.arrow").unlink()
+    with pytest.raises(ManifestError, match=r"m\.arrow"):
+        pickle.loads(data)
+
+
+def test_save_and_load_keep_everything_also_other_columns(tmp_path) -> None:
+    manifest = Manifest.from_paths(
+        ["b", "a", "é"], sizes=[1, 2, 3], versions=["x", "y", "z"], columns={"label": ["B", "A", "E"]}
+    )
+    manifest.save(tmp_path / "kept" / "m.parquet")
+    loaded = Manifest.load(tmp_path / "kept" / "m.parquet")
+    assert loaded == manifest
+    assert loaded.fingerprint == manifest.fingerprint
+    assert [loaded.columns(row)["label"] for row in range(3)] == ["A", "B", "E"]
+
+
+def test_save_and_load_reach_a_store(s3_volume) -> None:
+    manifest = Manifest.from_paths(["a", "b"], sizes=[1, 2])
+    manifest.save(f"{s3_volume.url}/m.parquet", s3_volume.storage_options)
+    assert Manifest.load(f"{s3_volume.url}/m.parquet", s3_volume.storage_options) == manifest
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense" * 10])
+def test_something_else_is_no_manifest(tmp_path, content) -> None:
+    (tmp_path / "m.parquet").write_bytes(content)
+    with pytest.raises(ManifestError, match=r"m\.parquet"):
+        Manifest.load(tmp_path / "m.parquet")
+    with pytest.raises(ManifestError, match="no such manifest"):
+        Manifest.load(tmp_path / "missing.parquet")
+
+
+@pytest.mark.parametrize("bad", ["/etc/passwd", "../x", "a/../b", "", "a\0b"])
+def test_paths_that_leave_the_volume_are_refused(bad) -> None:
+    with pytest.raises(ManifestError, match="inside the volume"):
+        Manifest.from_paths(["ok", bad])
+
+
+def test_columns_of_another_length_and_repeated_paths_are_refused() -> None:
+    with pytest.raises(ManifestError, match="2 paths and 1 values of 'size'"):
+        Manifest.from_paths(["a", "b"], sizes=[1])
+    with pytest.raises(ManifestError, match="1 of 3 paths"):
+        Manifest.from_paths(["a", "b", "a"])
+
+
+def test_indexing_is_that_of_a_sequence() -> None:
+    manifest = Manifest.from_paths(["a", "b", "c"])
+    assert [manifest[-1].path, *(file.path for file in manifest[:2])] == ["c", "a", "b"]
+    with pytest.raises(IndexError):
+        manifest[3]
+
+
+# --- listing ---
+
+
+def test_folders_inside_folders_are_found_and_markers_are_left_out_and_counted(tmp_path, caplog) -> None:
+    for name in ("a.jpg", "d/b.jpg", "d/e/f/c.jpg", "_SUCCESS", "d/.DS_Store", "d/x.crc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    with caplog.at_level(logging.INFO, "airdata"):
+        assert paths(of(tmp_path)) == ["a.jpg", "d/b.jpg", "d/e/f/c.jpg"]
+    assert "3 files" in caplog.text
+    assert "3 hidden" in caplog.text
+    assert paths(of(tmp_path, recursive=False)) == ["a.jpg"]
+    assert paths(of(tmp_path, "d/**")) == ["d/b.jpg", "d/e/f/c.jpg"]
+    assert paths(of(tmp_path, ["*.jpg", "d/*.jpg"])) == ["a.jpg", "d/b.jpg"]
+    assert paths(of(tmp_path, "d/.DS_Store")) == ["d/.DS_Store"]
+
+
+def test_a_name_that_is_no_text_is_still_a_file(tmp_path) -> None:
+    raw = os.fsencode(str(tmp_path)) + b"/\xff\xfe.bin"
+    with open(raw, "wb") as file:
+        file.write(b"x")
+    manifest = of(tmp_path)
+    assert os.fsencode(manifest[0].path) == b"\xff\xfe.bin"
+    assert list(pickle.loads(pickle.dumps(manifest))) == list(manifest)
+
+
+def test_a_prefix_is_pushed_down_to_the_store(s3_volume) -> None:
+    transport = open_transport(s3_volume)
+    for name in ("train/a/1.bin", "train/b/2.bin", "test/3.bin"):
+        transport.put(name, b"12345")
+    asked: list[str] = []
+
+    class Asked:
+        volume = s3_volume
+
+        def list(self, prefix=""):
+            asked.append(prefix)
+            return transport.list(prefix)
+
+    manifest = read_listing(Asked(), Selection("train/**/*.bin"), wait=0)
+    assert paths(manifest) == ["train/a/1.bin", "train/b/2.bin"]
+    assert asked == ["train"]
+    assert {file.size for file in manifest} == {5}
+    assert all(file.version for file in manifest)
+
+
+def test_an_empty_listing_names_path_and_pattern_and_what_is_there_instead(tmp_path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.png").write_bytes(b"x")
+    with pytest.raises(EmptyListingError, match=r"\*\.jpg.*1 files have other names") as caught:
+        of(tmp_path, "*.jpg")
+    assert str(tmp_path) in str(caught.value)
+    assert "**/*" in str(caught.value)
+    with pytest.raises(EmptyListingError, match="no files at all"):
+        of(tmp_path / "missing")
+
+
+def test_an_empty_listing_is_asked_again_since_mounts_lag_behind(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(listing, "EMPTY_WAIT", 60.0)
+    looked = threading.Event()
+    transport = open_transport(Volume.of(str(tmp_path)))
+    inner = transport.list
+
+    def list_and_tell(prefix=""):
+        yield from inner(prefix)
+        looked.set()
+
+    transport.list = list_and_tell  # type: ignore[method-assign]
+
+    def write_late() -> None:
+        assert looked.wait(30)
+        (tmp_path / "late").write_bytes(b"x")
+
+    writer = threading.Thread(target=write_late)
+    writer.start()
+    assert paths(read_listing(transport, Selection())) == ["late"]
+    writer.join()
+
+
+def test_a_second_dataset_of_one_program_sees_new_files(tmp_path) -> None:
+    data, kept = tmp_path / "data", str(tmp_path / "manifests")
+    data.mkdir()
+    (data / "a").write_bytes(b"x")
+    transport = open_transport(Volume.of(str(data)))
+    assert paths(list_volume(transport, Selection(), kept)) == ["a"]
+    (data / "b").write_bytes(b"x")
+    assert paths(list_volume(transport, Selection(), kept)) == ["a", "b"]
+
+
+def test_a_directory_that_cannot_be_written_costs_only_the_sharing(tmp_path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a").write_bytes(b"x")
+    transport = open_transport(Volume.of(str(data)))
+    assert paths(list_volume(transport, Selection(), str(tmp_path / "file" / "manifests"))) == ["a"]
+
+
+def test_old_manifests_are_swept_and_nothing_else_is(tmp_path) -> None:
+    data, kept = tmp_path / "data", tmp_path / "manifests"
+    data.mkdir()
+    kept.mkdir()
+    (data / "a").write_bytes(b"x")
+    for name in ("old.arrow", "old.txt", "new.arrow"):
+        (kept / name).write_bytes(b"x")
+    for name in ("old.arrow", "old.txt"):
+        os.utime(kept / name, (1, 1))
+    list_volume(open_transport(Volume.of(str(data))), Selection(), str(kept))
+    left = {name for name in os.listdir(kept) if len(name) < 20}
+    assert left == {"old.txt", "new.arrow"}
+
+
+def test_only_ranks_of_one_launcher_share_a_listing() -> None:
+    launched = {"LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1234"}
+    assert launch_key({}) is None
+    assert launch_key({"LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "1234"}) is None
+    assert launch_key(launched) == launch_key(dict(launched))
+    assert launch_key(launched) != launch_key({**launched, "MASTER_PORT": "1235"})
+    assert launch_key(launched) != launch_key({**launched, "TORCHELASTIC_RESTART_COUNT": "1"})
+
+
+def test_ranks_of_a_node_list_once_and_map_the_same_file(ranks, volume) -> None:
+    code = """
+        import json, sys
+        from airdata import UCVolumeDataset
+        from airdata.transport.local import LocalTransport
+        listed, inner = [], LocalTransport.list
+        def list_and_count(self, prefix=""):
+            listed.append(prefix)
+            return inner(self, prefix)
+        LocalTransport.list = list_and_count
+        manifest = UCVolumeDataset(sys.argv[1]).manifest
+        print(json.dumps([len(listed), len(manifest), manifest._file]))
+    """
+    printed = [json.loads(output) for output in ranks(code, 4, volume(12))]
+    assert sorted(count for count, _, _ in printed) == [0, 0, 0, 1]
+    assert {(files, file) for _, files, file in printed} == {(12, printed[0][2])}
+
+
+def test_the_manifest_directory_is_private(tmp_path, volume) -> None:
+    from airdata import UCVolumeDataset
+
+    dataset = UCVolumeDataset(volume(3), cache_dir=tmp_path / "cache")
+    assert len(dataset.manifest) == 3
+    directory = os.path.dirname(dataset.manifest._file)
+    assert os.stat(directory).st_mode & 0o077 == 0
