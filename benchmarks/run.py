@@ -1,0 +1,59 @@
+"""Run the benchmarks, print their tables, and save results and plots under ``benchmarks/results``.
+
+Each question is a file of its own; its ``measure(rounds)`` returns a `Table`. Both sides of a ratio are measured in one
+run, in turns, and the medians are compared: machines are shared and noisy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+from pathlib import Path
+
+from report import Table
+
+HERE = Path(__file__).parent
+
+
+def questions() -> dict[str, Path]:
+    """Every benchmark by its name, such as ``launch/first_line``."""
+    return {
+        str(path.relative_to(HERE).with_suffix("")): path
+        for path in sorted(HERE.glob("*/*.py"))
+        if path.parent.name not in {"results", "gpu"}
+    }
+
+
+def measure(path: Path, rounds: int) -> Table:
+    """Run one question."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.measure(rounds)
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(questions())}; default: all")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    unknown = set(options.names) - set(questions())
+    if unknown:
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+    for name in options.names or questions():
+        table = measure(questions()[name], options.rounds)
+        print(f"\n{name}\n{table}", flush=True)
+        target = options.out / name.replace("/", "-")
+        target.with_suffix(".json").write_text(json.dumps({**machine, **table.as_dict()}, indent=1) + "\n")
+        table.plot(target.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
