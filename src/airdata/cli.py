@@ -4,6 +4,7 @@ airdata ckpt ls ROOT         steps under a root: valid or not, files, bytes, whe
 airdata ckpt show PATH       what one checkpoint holds
 airdata ckpt verify PATH     read every byte and compare it with its digest
 airdata ckpt prune ROOT      remove old steps, as a CheckpointManager would
+airdata ckpt convert A B     a checkpoint into one file of torch.save or safetensors, or back
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from airdata.errors import AirdataError, CheckpointNotFoundError, CorruptCheckpointError
+from airdata.errors import AirdataError, CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from airdata.volume import Volume
 
 __all__ = ["main"]
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="airdata", description="Data and checkpoints on volumes.")
     checkpoints = parser.add_subparsers(required=True, metavar="ckpt").add_parser("ckpt", help="look after checkpoints")
-    commands = checkpoints.add_subparsers(required=True, metavar="ls|show|verify|prune")
+    commands = checkpoints.add_subparsers(required=True, metavar="ls|show|verify|prune|convert")
 
     def add(name: str, text: str, place: str, command: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
@@ -57,7 +58,14 @@ def _parser() -> argparse.ArgumentParser:
     prune = add("prune", "remove old steps under a root", "ROOT", _prune)
     prune.add_argument("--keep-last", type=_positive, required=True, metavar="N", help="how many valid steps stay")
     prune.add_argument("--keep-every", type=_positive, metavar="N", help="multiples of this stay too")
+    prune.add_argument(
+        "--keep-best", type=_best, metavar="METRIC[:max]", help="the step with the lowest, or highest, stays"
+    )
+    prune.add_argument("--pin", type=int, action="append", default=[], metavar="STEP", help="this step stays")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    convert = add("convert", "turn a checkpoint into one file, or a file into a checkpoint", "FROM", _convert)
+    convert.add_argument("target", metavar="TO", help="a file (.pt, .safetensors) or, from a file, a checkpoint's path")
+    convert.add_argument("--below", default="", metavar="NAME", help="only what is under this name, such as 'model'")
     return parser
 
 
@@ -75,6 +83,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
+
+
+def _best(text: str) -> tuple[str, Literal["min", "max"]]:
+    metric, _, mode = text.partition(":")
+    if not metric or mode not in {"", "min", "max"}:
+        raise argparse.ArgumentTypeError(f"{text!r} must be METRIC, METRIC:min or METRIC:max")
+    return metric, "max" if mode == "max" else "min"
 
 
 def _size(count: int) -> str:
@@ -155,18 +170,46 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 
 def _prune(parsed: argparse.Namespace) -> int:
-    from airdata.checkpoint import retention  # noqa: PLC0415
+    from airdata.checkpoint import policies, retention  # noqa: PLC0415
 
+    keep: list[policies.Policy] = [policies.KeepLast(parsed.keep_last), policies.Pinned(parsed.pin)]
+    if parsed.keep_every is not None:
+        keep.append(policies.KeepEvery(parsed.keep_every))
+    if parsed.keep_best is not None:
+        keep.append(policies.KeepBest(*parsed.keep_best))
     root = Volume.of(parsed.path, parsed.storage_options)
     steps = retention.published_steps(root)
     if not steps:
         print(f"no step is published under {root}")
         return 0
-    removed = retention.prune(
-        root, steps[-1], keep_last=parsed.keep_last, keep_every=parsed.keep_every, dry_run=parsed.dry_run
-    )
+    removed = retention.prune(root, steps[-1], keep, dry_run=parsed.dry_run)
     verb = "would remove" if parsed.dry_run else "removed"
     print(f"{verb} {len(removed)} of {len(steps)} steps{': ' if removed else ''}{', '.join(map(str, removed))}")
+    return 0
+
+
+def _convert(parsed: argparse.Namespace) -> int:
+    from tqdm import tqdm  # noqa: PLC0415
+
+    from airdata.checkpoint import convert  # noqa: PLC0415
+
+    to_file, from_file = (name.endswith(convert.SUFFIXES) for name in (parsed.target, parsed.path))
+    if to_file == from_file:
+        raise CheckpointError(
+            f"one of the two must be a file ({', '.join(convert.SUFFIXES)}) and the other a checkpoint's path"
+        )
+    if from_file and parsed.below:
+        raise CheckpointError("--below takes a part of a checkpoint; it has no meaning for a file")
+    with tqdm(unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+        if from_file:
+            convert.import_file(parsed.path, Volume.of(parsed.target, parsed.storage_options), progress=bar.update)
+            left_out = []
+        else:
+            checkpoint = Volume.of(parsed.path, parsed.storage_options)
+            left_out = convert.export_file(checkpoint, parsed.target, below=parsed.below, progress=bar.update)
+    print(f"wrote {parsed.target}")
+    if left_out:
+        print(f"  without {len(left_out)} values that are no tensors: {', '.join(left_out[:10])}")
     return 0
 
 

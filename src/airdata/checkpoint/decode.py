@@ -8,8 +8,9 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from operator import add, mul, sub
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,14 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from airdata.checkpoint.integrity import Bytes, ItemRecord, block_digests
+from airdata.checkpoint.ranges import pieces
 from airdata.checkpoint.shardfile import tensor_bytes
 from airdata.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["Wanted", "deliver", "direct_views"]
+__all__ = ["Wanted", "cut", "deliver", "direct_views"]
+
+# Inside a tensor a smaller gap is read: that costs less than a request, and digests are of 256 KiB anyhow.
+_MIN_GAP = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class Wanted:
         start: first byte to read, in the file.
         end: one past the last.
         record: digests and payload offset; None for a stock checkpoint.
-        rows: shape of the raw tensor that the range holds; None when the item must be decoded with ``torch.load``.
+        rows: shape of the raw tensor that the range holds, the last dimensions whole; None when the item must be
+            decoded with ``torch.load``.
         raw_start: where, in the range, the raw tensor begins.
         dtype: of the saved tensor; None for an object.
         block_bytes: size of the digested blocks; 0 when nothing is to be checked.
@@ -85,9 +91,11 @@ class Wanted:
         )
         if record is None or record.payload_offset < 0 or chunk is None or dtype is None:
             return whole
-        rows = (request.lengths[0], *chunk[1:]) if len(chunk) else ()
-        row_bytes = prod(chunk[1:]) * dtype.itemsize
-        low = record.payload_offset + (request.storage_offsets[0] * row_bytes if len(chunk) else 0)
+        # Within the last dimensions everything from the first to the last element is read, and narrowed afterwards.
+        depth = _depth(request.lengths)
+        rows = (*request.lengths[:depth], *chunk[depth:])
+        strides = [prod(chunk[dim + 1 :]) * dtype.itemsize for dim in range(depth)]
+        low = record.payload_offset + sum(map(mul, request.storage_offsets, strides))
         high = low + prod(rows) * dtype.itemsize
         start, end = low, high
         if block_bytes:
@@ -134,6 +142,31 @@ class Wanted:
                 f"{self.file}: {self.fqn!r} is damaged: the block at byte {self.start + bad * self.block_bytes} has "
                 f"crc32c {found[bad]:08x} and was written with {expected[bad]:08x}"
             )
+
+
+def cut(
+    request: ReadItem, record: ItemRecord | None, chunk: Sequence[int] | None, dtype: torch.dtype | None
+) -> Sequence[ReadItem]:
+    """The request itself, or one for each part of it that is worth a read of its own; see :func:`pieces`."""
+    if record is None or record.payload_offset < 0 or chunk is None or dtype is None:
+        return [request]
+    shift = list(map(sub, request.dest_offsets, request.storage_offsets))
+    parts = pieces(chunk, request.storage_offsets, request.lengths, dtype.itemsize, _MIN_GAP)
+    return [
+        replace(
+            request,
+            storage_offsets=torch.Size(offsets),
+            dest_offsets=torch.Size(map(add, offsets, shift)),
+            lengths=torch.Size(lengths),
+        )
+        for offsets, lengths in parts
+    ]
+
+
+def _depth(lengths: Sequence[int]) -> int:
+    """How many dimensions of a slice are found by position: those of length one that lead, and the one after."""
+    ones = next((dim for dim, length in enumerate(lengths) if length != 1), len(lengths))
+    return min(ones + 1, len(lengths))
 
 
 def direct_views(item: Wanted, target: torch.Tensor) -> Sequence[Bytes] | None:
@@ -191,7 +224,8 @@ def deliver(item: Wanted, data: Bytes, planner: LoadPlanner, lock: threading.Loc
         # Through a tensor of its own: the payload need not be aligned to its dtype inside the buffer.
         tensor = torch.empty(item.rows, dtype=item.dtype)
         tensor_bytes(tensor)[:] = raw
-        offsets = (0, *request.storage_offsets[1:]) if item.rows else ()
+        depth = _depth(request.lengths)
+        offsets = (*[0] * depth, *request.storage_offsets[depth:])
     for dim, (offset, length) in enumerate(zip(offsets, request.lengths, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     with lock:

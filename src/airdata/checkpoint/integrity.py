@@ -15,8 +15,8 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import google_crc32c
@@ -174,6 +174,7 @@ class IntegrityRecord:
         torch: version of torch that wrote the items.
         created: UTC time of the publish, ISO 8601.
         block_bytes: size of the digested blocks.
+        metrics: what the checkpoint scored, as given to the save.
     """
 
     save_id: str
@@ -184,6 +185,7 @@ class IntegrityRecord:
     torch: str
     created: str
     block_bytes: int = BLOCK_BYTES
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -199,6 +201,7 @@ class IntegrityRecord:
             "created": self.created,
             "torch": self.torch,
             "ranks": self.ranks,
+            "metrics": dict(self.metrics),
             "algorithm": "crc32c",
             "block_bytes": self.block_bytes,
             "metadata": [self.metadata_size, self.metadata_crc32c],
@@ -257,6 +260,7 @@ class IntegrityRecord:
             torch=body["torch"],
             created=body["created"],
             block_bytes=body["block_bytes"],
+            metrics=body.get("metrics", {}),
         )
 
 

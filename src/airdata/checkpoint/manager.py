@@ -9,28 +9,26 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal
 
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from typing_extensions import Self
 
-from airdata.checkpoint import layout, retention
+from airdata.checkpoint import layout, restoring, retention
 from airdata.checkpoint import state as states
+from airdata.checkpoint.policies import KeepEvery, KeepLast, Policy
 from airdata.checkpoint.publish import SaveSummary
-from airdata.checkpoint.ranks import Ranks, as_checkpoint_error
-from airdata.checkpoint.reader import UCVolumeReader
+from airdata.checkpoint.ranks import Ranks
+from airdata.checkpoint.saving import Saver
 from airdata.checkpoint.staging import Stager
 from airdata.checkpoint.verify import verify_checkpoint
-from airdata.checkpoint.writer import UCVolumeWriter
-from airdata.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from airdata.errors import CheckpointError
+from airdata.metrics import Reporter
 from airdata.transport import open_transport
-from airdata.transport.retry import describe
 from airdata.volume import Volume
 
 __all__ = ["CheckpointManager"]
@@ -56,11 +54,18 @@ class CheckpointManager:
     ``restore``, ``wait`` and ``close`` on every rank; it makes a gloo group of its own, so that an NCCL-only default
     group will do. ``steps``, ``latest`` and ``verify`` are for any rank alone.
 
+    To the MLflow run that is active where ``save``, ``wait`` and ``close`` are called go ``checkpoint_stall_seconds``
+    (how long ``save`` held training up) and, of each save when the next of these calls finds it done,
+    ``checkpoint_seconds``, ``checkpoint_bytes`` and ``checkpoint_gb_per_second``.
+
     Args:
         root: the folder that holds the steps.
-        keep_last: how many valid checkpoints stay; None keeps all.
+        keep_last: how many valid checkpoints stay; None keeps all, whatever the other policies say.
         keep_every: checkpoints of steps that are a multiple of this stay for good.
+        keep: further policies, such as ``KeepBest("loss")`` and ``Pinned([1000])``; a step stays if any keeps it.
         async_save: whether ``save`` returns when the state is copied, and writes in the background.
+        prove_first: whether the first save is read back and compared with what was written, in the background, before
+            it counts. A job that cannot restore should know after minutes and not after days.
         storage_options: arguments of the fsspec driver.
         verify: how ``restore`` checks what it reads; see :class:`UCVolumeReader`.
         writer_options: further arguments of :class:`UCVolumeWriter`.
@@ -77,38 +82,51 @@ class CheckpointManager:
         keep_last: int | None = 3,
         keep_every: int | None = None,
         *,
+        keep: Sequence[Policy] = (),
         async_save: bool = True,
+        prove_first: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         verify: Literal["off", "items", "files"] = "items",
         writer_options: Mapping[str, Any] | None = None,
         timeout: float = 1800.0,
     ) -> None:
-        for name, value in {"keep_last": keep_last, "keep_every": keep_every}.items():
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value} must be positive, or None")
+        last = [KeepLast(keep_last)] if keep_last is not None else []
+        every = [KeepEvery(keep_every)] if keep_every is not None else []
+        policies: list[Policy] = [*last, *every, *keep] if last else []
         self.root = Volume.of(root, storage_options)
-        self.last_save: SaveSummary | None = None
-        self._keep_last = keep_last
-        self._keep_every = keep_every
         self._async = async_save
-        self._verify = verify
-        self._writer_options = dict(writer_options or {})
+        self._verify: Literal["off", "items", "files"] = verify
         self._ranks = Ranks(timeout)
+        self._saver = Saver(self.root, self._ranks, policies, prove=prove_first, writer_options=writer_options or {})
         self._stager = Stager()
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[SaveSummary] | None = None
+        self._reporter: Reporter | None = None
+        self._began = 0.0
         if self._ranks.is_coordinator and _FLEETING.match(self.root.directory or ""):
             warnings.warn(
                 f"checkpoints under {self.root} may not outlive this machine or session; use a volume or a bucket",
                 stacklevel=2,
             )
 
+    @property
+    def last_save(self) -> SaveSummary | None:
+        """What the last save that succeeded did."""
+        return self._saver.last
+
     # --- saving --------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Future[SaveSummary]:
+    def save(
+        self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None
+    ) -> Future[SaveSummary]:
         """Save the state as ``step``; one that exists is replaced once the new one is published.
 
         Waits for the previous save first. Asynchronous: returns when the state is copied, and training may go on.
+
+        Args:
+            step: not negative.
+            state: see the class.
+            metrics: what the state scored, such as ``{"loss": 0.3}``; kept with it, for ``KeepBest``.
 
         Returns:
             The result; done already when ``async_save`` is False. A failure is also raised by the next ``save``,
@@ -117,17 +135,32 @@ class CheckpointManager:
         Raises:
             CheckpointError: the previous save failed; this one failed (synchronous); or ranks differ on the step.
         """
+        start = time.monotonic()
         name = layout.step_name(step)
+        held_up = self._pending is not None and not self._pending.done()
         self.wait()
+        if held_up and self._ranks.is_coordinator:
+            _log.warning(
+                "%s: step %d was due %.1f s after the save before it began, which took %.1f s; training waited. Save "
+                "less often, or to faster storage",
+                self.root,
+                step,
+                start - self._began,
+                time.monotonic() - self._began,
+            )
+        self._began = start
+        scores = dict(metrics or {})
         tree = self._ranks.agree(f"saving {self.root}/{name}", name, lambda: self._collect(state))
-        if not self._async:
-            done: Future[SaveSummary] = Future()
-            done.set_result(self._write(step, tree))
-            return done
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "airdata-checkpoint")
-        self._pending = self._thread.submit(self._write, step, tree)
-        return self._pending
+        if self._async:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "airdata-checkpoint")
+            self._pending = future = self._thread.submit(self._saver.write, step, tree, scores)
+        else:
+            future = Future()
+            future.set_result(self._saver.write(step, tree, scores))
+            self._settle(future)
+        self._report(checkpoint_stall_seconds=time.monotonic() - start)
+        return future
 
     def wait(self) -> None:
         """Return when nothing is being saved.
@@ -137,7 +170,7 @@ class CheckpointManager:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            self._settle(pending)
 
     def close(self) -> None:
         """Wait, and give back threads and buffers; the manager can be used again.
@@ -152,6 +185,9 @@ class CheckpointManager:
                 self._thread.shutdown()
                 self._thread = None
             self._stager.close()
+            if self._reporter is not None:
+                self._reporter.close()
+                self._reporter = None
 
     def __enter__(self) -> Self:
         return self
@@ -170,91 +206,44 @@ class CheckpointManager:
         tree = states.collect(state, self._ranks.rank)
         return self._stager.stage(tree) if self._async else tree
 
-    def _write(self, step: int, tree: dict[str, Any]) -> SaveSummary:
-        writer = UCVolumeWriter(self.root.child(layout.step_name(step)), **self._writer_options)
-        try:
-            metadata = dcp_save(tree, storage_writer=writer, process_group=self._ranks.group, no_dist=self._ranks.alone)
-        except (Exception, CheckpointException) as error:
-            writer.discard()
-            if isinstance(error, CheckpointException):
-                raise as_checkpoint_error(error, f"saving step {step}") from error
-            raise CheckpointError(f"saving {writer.checkpoint_id}: {describe(error)}") from error
-        summary: SaveSummary = metadata.save_summary
-        self.last_save = summary
-        if self._ranks.is_coordinator:
-            try:
-                removed = retention.prune(self.root, step, keep_last=self._keep_last, keep_every=self._keep_every)
-            except OSError as error:
-                _log.warning("%s: old checkpoints were not removed: %s", self.root, describe(error))
-            else:
-                if removed:
-                    _log.info("%s: removed steps %s", self.root, ", ".join(map(str, removed)))
-        return summary
+    def _settle(self, save: Future[SaveSummary]) -> None:
+        summary = save.result()
+        self._report(
+            checkpoint_seconds=summary.seconds,
+            checkpoint_bytes=summary.bytes,
+            checkpoint_gb_per_second=summary.gb_per_second,
+        )
+
+    def _report(self, **numbers: float) -> None:
+        # From the caller's thread: MLflow's active run is the calling thread's own.
+        if self._reporter is None:
+            self._reporter = Reporter(rank=self._ranks.rank)
+        for name, value in numbers.items():
+            self._reporter.put(name, value)
 
     # --- restoring -----------------------------------------------------------------------------------------------
 
-    def restore(self, state: MutableMapping[str, Any]) -> int | None:
+    def restore(self, state: MutableMapping[str, Any], step: int | None = None) -> int | None:
         """Load the newest valid checkpoint into the objects of ``state``; plain values are replaced in it.
 
         A checkpoint that proves damaged is skipped, with the reason in the log, and the one before it is loaded whole.
+
+        Args:
+            state: objects to load into.
+            step: load this step and no other.
 
         Returns:
             Its step; None when no checkpoint is published under the root.
 
         Raises:
+            CheckpointNotFoundError: ``step`` is not published.
             CorruptCheckpointError: there are checkpoints, and none is valid; ``state`` may hold parts of one.
             CheckpointError: the newest valid one does not fit ``state``, or storage failed.
         """
         self.wait()
-        skipped: list[str] = []
-        below: int | None = None
-        while True:
-            found, reasons = self._ranks.decide(lambda limit=below: self._newest_valid(limit))  # type: ignore[misc]
-            skipped += reasons
-            if found is None:
-                if skipped:
-                    raise CorruptCheckpointError(f"no checkpoint under {self.root} is valid: {'; '.join(skipped)}")
-                return None
-            step, published = found
-            try:
-                self._load(step, published, state)
-            except CorruptCheckpointError as error:
-                _log.warning("step %d is skipped: %s", step, error)
-                skipped.append(str(error))
-                below = step
-                continue
-            if self._ranks.is_coordinator:
-                _log.info("restored step %d from %s", step, self.root)
-            return step
-
-    def _newest_valid(self, below: int | None) -> tuple[tuple[int, layout.Published] | None, list[str]]:
-        reasons: list[str] = []
-        for step in reversed(self.steps()):
-            if below is not None and step >= below:
-                continue
-            try:
-                return (step, retention.check_valid(self._transport(step))), reasons
-            except CheckpointNotFoundError:
-                continue  # removed since the steps were listed
-            except CorruptCheckpointError as error:
-                _log.warning("step %d is skipped: %s", step, error)
-                reasons.append(str(error))
-        return None, reasons
-
-    def _load(self, step: int, published: layout.Published, state: MutableMapping[str, Any]) -> None:
-        reader = UCVolumeReader(self.root.child(layout.step_name(step)), verify=self._verify)
-        reader.provide(published)
-
-        rank = self._ranks.rank
-        # Every rank has its target, or none begins: DCP would wait for the one that failed.
-        target = self._ranks.agree(
-            f"loading step {step}", step, lambda: states.targets(state, published.metadata, rank)
-        )
-        try:
-            dcp_load(target, storage_reader=reader, process_group=self._ranks.group, no_dist=self._ranks.alone)
-        except CheckpointException as error:
-            raise as_checkpoint_error(error, f"loading step {step}") from error
-        states.apply(state, target, rank)
+        if step is not None:
+            return restoring.load_step(self.root, self._ranks, step, state, self._verify)
+        return restoring.restore(self.root, self._ranks, state, self._verify)
 
     # --- looking -------------------------------------------------------------------------------------------------
 
@@ -264,7 +253,7 @@ class CheckpointManager:
 
     def latest(self) -> int | None:
         """The newest step whose files are all there with their sizes; None when there is none."""
-        found, _ = self._newest_valid(None)
+        found, _ = restoring.newest_valid(self.root)
         return found[0] if found else None
 
     def verify(self, step: int) -> None:
@@ -274,7 +263,4 @@ class CheckpointManager:
             CheckpointNotFoundError: the step is not published.
             CorruptCheckpointError: something is missing or differs; names the file.
         """
-        verify_checkpoint(self._transport(step))
-
-    def _transport(self, step: int) -> Any:
-        return open_transport(self.root.child(layout.step_name(step)))
+        verify_checkpoint(open_transport(self.root.child(layout.step_name(step))))

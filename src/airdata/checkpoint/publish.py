@@ -34,7 +34,11 @@ ABANDONED_AFTER = timedelta(days=1)
 
 @dataclass(frozen=True)
 class SaveSummary:
-    """What one save did. ``bytes`` and ``files`` count all ranks; ``seconds`` is from planning to publish on rank 0."""
+    """What one save did.
+
+    ``bytes``, ``files`` and ``retries`` (of requests to storage) count all ranks; ``seconds`` is from planning to
+    publish on rank 0.
+    """
 
     path: str
     save_id: str
@@ -42,25 +46,37 @@ class SaveSummary:
     files: int
     ranks: int
     seconds: float
+    retries: int = 0
+
+    @property
+    def gb_per_second(self) -> float:
+        """Bytes over seconds, in 10^9 bytes."""
+        return self.bytes / 1e9 / max(self.seconds, 1e-9)
 
     def __str__(self) -> str:
-        speed = self.bytes / 1e9 / max(self.seconds, 1e-9)
         return (
             f"saved {self.path}: {self.bytes / 1e9:,.3f} GB in {self.files} files from {self.ranks} ranks, "
-            f"{self.seconds:.2f} s, {speed:.2f} GB/s"
+            f"{self.seconds:.2f} s, {self.gb_per_second:.2f} GB/s, {self.retries} retries"
         )
 
 
 @dataclass(frozen=True)
 class StoredItem:
-    """Where an item lies; travels from every rank to the coordinator."""
+    """Where an item lies, and what it took; travels from every rank to the coordinator."""
 
     file: FileRecord
     item: ItemRecord
+    retries: int = 0
 
 
 def publish(
-    transport: Transport, save_id: str, metadata: Metadata, stored: Mapping[MetadataIndex, StoredItem], ranks: int
+    transport: Transport,
+    save_id: str,
+    metadata: Metadata,
+    stored: Mapping[MetadataIndex, StoredItem],
+    *,
+    ranks: int,
+    metrics: Mapping[str, float] | None = None,
 ) -> IntegrityRecord:
     """Publish a save, and remove what it replaces.
 
@@ -70,6 +86,7 @@ def publish(
         metadata: DCP's plan of the whole checkpoint, with ``storage_meta``; receives ``storage_data``.
         stored: every item that any rank wrote.
         ranks: how many ranks saved.
+        metrics: noted in the integrity record.
 
     Raises:
         CheckpointError: something is missing or has the wrong size, or storage failed; nothing was published, and the
@@ -98,6 +115,7 @@ def publish(
             ranks=ranks,
             torch=str(torch.__version__),
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            metrics=dict(metrics or {}),
         )
         transport.put(record_name, record.to_bytes())
         try:

@@ -1,14 +1,16 @@
 """Which bytes to fetch: pure functions from wanted ranges to read requests.
 
-wanted ranges of one file ──sort──► neighbours joined, smallest gaps first, within a budget of waste ──► groups
+a slice of a tensor ──► pieces without large gaps ──► wanted ranges of one file
+wanted ranges ──sort──► neighbours joined, smallest gaps first, within a budget of waste ──► groups
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
-__all__ = ["Group", "coalesce", "split"]
+__all__ = ["Group", "coalesce", "pieces", "split"]
 
 
 @dataclass(frozen=True)
@@ -69,3 +71,34 @@ def coalesce(wanted: Sequence[tuple[int, int]], *, max_bytes: int, max_gap: int,
 def split(start: int, end: int, part_bytes: int) -> list[tuple[int, int]]:
     """Cut ``[start, end)`` into parts of ``part_bytes``, the last one possibly smaller."""
     return [(at, min(end, at + part_bytes)) for at in range(start, end, part_bytes)]
+
+
+def pieces(
+    shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], itemsize: int, min_gap: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a slice of a stored tensor where there is much between its parts that is not wanted.
+
+    One rank's columns of a matrix lie apart by the other ranks' columns: reading from the first to the last reads all
+    of them. Where such a gap is large it pays to ask once for each row (an expert's share of ``[experts, in, out]``).
+
+    Args:
+        shape: of the stored tensor, row-major.
+        offsets: where the slice begins, in each dimension.
+        lengths: of the slice.
+        itemsize: bytes of one element.
+        min_gap: bytes; a smaller gap is read and thrown away.
+
+    Returns:
+        Offsets and lengths of the pieces, in the order of their bytes; together they are the slice.
+    """
+    whole = [(tuple(offsets), tuple(lengths))]
+    if len(shape) < 2 or 0 in lengths:  # noqa: PLR2004 - a vector has no rows
+        return whole
+    rest = shape[1:]
+    strides = [prod(rest[dim + 1 :]) * itemsize for dim in range(len(rest))]
+    span = itemsize + sum((length - 1) * stride for length, stride in zip(lengths[1:], strides, strict=True))
+    # Within one row, too, parts may lie apart, whatever is between the rows.
+    within = pieces(rest, offsets[1:], lengths[1:], itemsize, min_gap)
+    if lengths[0] > 1 and prod(rest) * itemsize - span < min_gap and len(within) == 1:
+        return whole
+    return [((offsets[0] + row, *inner), (1, *sizes)) for row in range(lengths[0]) for inner, sizes in within]

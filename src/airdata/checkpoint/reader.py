@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from airdata.checkpoint import layout
-from airdata.checkpoint.decode import Wanted, deliver, direct_views
+from airdata.checkpoint.decode import Wanted, cut, deliver, direct_views
 from airdata.checkpoint.integrity import Bytes, IntegrityRecord, ItemRecord
 from airdata.checkpoint.ranges import Group, coalesce
 from airdata.checkpoint.source import Source, open_source
@@ -171,7 +171,7 @@ class UCVolumeReader(FileSystemReader):
         if self._record is not None:
             records = {(file.name, item.offset): item for file in self._record.files for item in file.items}
         checked = self._verify != "off"
-        wanted = []
+        wanted: list[Wanted] = []
         for request in plan.items:
             info = self.storage_data[request.storage_index]
             record = records.get((info.relative_path, info.offset))
@@ -184,7 +184,10 @@ class UCVolumeReader(FileSystemReader):
             chunk = _chunk(entry, request) if isinstance(entry, TensorStorageMetadata) else None
             dtype = entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
             block_bytes = self._record.block_bytes if self._record is not None and checked else 0
-            wanted.append(Wanted.of(request, info, record=record, chunk=chunk, dtype=dtype, block_bytes=block_bytes))
+            wanted += [
+                Wanted.of(part, info, record=record, chunk=chunk, dtype=dtype, block_bytes=block_bytes)
+                for part in cut(request, record, chunk, dtype)
+            ]
         return wanted
 
     def _load(self, source: Source, planner: LoadPlanner, lock: threading.Lock, job: _Job) -> None:

@@ -1,55 +1,27 @@
-"""Which checkpoints stay under a root, and how the others go.
+"""How the checkpoints that no policy keeps leave a root.
 
-Only what is valid counts, only what is older than the newest few goes, and a checkpoint stops to exist before its files
-do: ``.metadata`` first, so that no half-removed checkpoint can be taken for one.
+Only what is valid counts, nothing newer than the step just published goes, and a checkpoint stops to exist before its
+files do: ``.metadata`` first, so that no half-removed checkpoint can be taken for one.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from airdata.checkpoint import layout
+from airdata.checkpoint.policies import Candidate, Policy, expired
 from airdata.checkpoint.publish import ABANDONED_AFTER, remove_files
 from airdata.errors import CheckpointError
 from airdata.transport import Transport, open_transport
 from airdata.transport.retry import describe
 from airdata.volume import Volume
 
-__all__ = ["check_valid", "expired", "is_valid", "prune", "published_steps"]
+__all__ = ["check_valid", "prune", "published_steps"]
 
 _log = logging.getLogger(__name__)
-
-
-def expired(
-    steps: Sequence[int],
-    current: int,
-    *,
-    keep_last: int | None,
-    keep_every: int | None,
-    valid: Callable[[int], bool] = lambda _: True,
-) -> list[int]:
-    """The steps to remove, oldest first.
-
-    Args:
-        steps: published steps, in any order.
-        current: the step just published; newer ones are none of our business.
-        keep_last: how many valid steps up to ``current`` stay; None for all.
-        keep_every: steps that are a multiple of this stay too.
-        valid: asked newest first, and only as often as needed.
-    """
-    if keep_last is None:
-        return []
-    kept = 0
-    removable = []
-    for step in sorted((step for step in steps if step <= current), reverse=True):
-        if kept >= keep_last:
-            if not keep_every or step % keep_every:
-                removable.append(step)
-        elif step == current or valid(step):
-            kept += 1
-    return removable[::-1]
 
 
 def published_steps(root: Volume) -> list[int]:
@@ -79,26 +51,23 @@ def check_valid(transport: Transport) -> layout.Published:
     return published
 
 
-def is_valid(transport: Transport) -> bool:
-    """Whether :func:`check_valid` finds nothing wrong; says what in the log."""
+def _metrics(transport: Transport) -> Mapping[str, float] | None:
+    """What a checkpoint scored; None when :func:`check_valid` finds something wrong, which is said in the log."""
     try:
-        check_valid(transport)
+        published = check_valid(transport)
     except CheckpointError as error:
         _log.warning("%s", error)
-        return False
-    return True
+        return None
+    return published.record.metrics if published.record is not None else {}
 
 
-def prune(
-    root: Volume, current: int, *, keep_last: int | None, keep_every: int | None, dry_run: bool = False
-) -> list[int]:
-    """Remove the steps that have expired, and what killed saves left of older ones.
+def prune(root: Volume, current: int, policies: Sequence[Policy], *, dry_run: bool = False) -> list[int]:
+    """Remove the steps that no policy keeps, and what killed saves left of older ones.
 
     Args:
         root: holds the steps.
-        current: the step just published.
-        keep_last: see :func:`expired`.
-        keep_every: see :func:`expired`.
+        current: the step just published; newer ones are not touched.
+        policies: see :func:`airdata.checkpoint.policies.expired`; none keep everything.
         dry_run: remove nothing.
 
     Returns:
@@ -107,23 +76,19 @@ def prune(
     Raises:
         TransferError: storage failed.
     """
+    if not policies:
+        return []
     transports = {step: open_transport(root.child(layout.step_name(step))) for step in published_steps(root)}
-    steps = expired(
-        list(transports),
-        current,
-        keep_last=keep_last,
-        keep_every=keep_every,
-        valid=lambda step: is_valid(transports[step]),
-    )
+    candidates = [Candidate(step, partial(_metrics, transport)) for step, transport in transports.items()]
+    steps = expired(candidates, current, policies)
     if dry_run:
         return steps
     for step in steps:
         _remove(transports[step])
-    if keep_last is not None:
-        for name in open_transport(root).directories():
-            step_found = layout.step_of(name)
-            if step_found is not None and step_found < current and step_found not in transports:
-                _remove_abandoned(open_transport(root.child(name)))
+    for name in open_transport(root).directories():
+        step_found = layout.step_of(name)
+        if step_found is not None and step_found < current and step_found not in transports:
+            _remove_abandoned(open_transport(root.child(name)))
     return steps
 
 

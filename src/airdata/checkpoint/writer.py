@@ -15,24 +15,22 @@ import logging
 import os
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from airdata.checkpoint import layout
-from airdata.checkpoint.integrity import ItemRecord
+from airdata.checkpoint.counted import CountedRetry
 from airdata.checkpoint.placement import Budget, InPlace, Placement, Upload, check_room, sync_directory
-from airdata.checkpoint.publish import SaveSummary, StoredItem, publish, remove_files
-from airdata.checkpoint.shardfile import ENVELOPE_BYTES, ShardFile, pack
+from airdata.checkpoint.publish import SaveSummary, publish, remove_files
+from airdata.checkpoint.shardfile import pack
+from airdata.checkpoint.shards import FileJob, item_bytes, write_files
 from airdata.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -62,6 +60,7 @@ class UCVolumeWriter(StorageWriter):
         threads: files written, or uploaded, at the same time.
         staging_dir: local directory for files on their way to a URL; the system's temporary directory by default.
         staging_bytes: most bytes staged there at once; by default ``threads`` files, or half of what is free.
+        metrics: what the checkpoint scored; noted beside it, for retention.
 
     Raises:
         VolumeError: ``path`` names no volume.
@@ -78,6 +77,7 @@ class UCVolumeWriter(StorageWriter):
         threads: int = 4,
         staging_dir: str | os.PathLike[str] | None = None,
         staging_bytes: int | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
         for name, value in {"file_bytes": file_bytes, "threads": threads, "staging_bytes": staging_bytes}.items():
@@ -89,6 +89,7 @@ class UCVolumeWriter(StorageWriter):
         self._threads = threads
         self._staging_dir = os.fspath(staging_dir) if staging_dir is not None else None
         self._staging_bytes = staging_bytes
+        self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         self._rank = 0
         self._save_id = ""
         self._started = 0.0
@@ -163,23 +164,28 @@ class UCVolumeWriter(StorageWriter):
             StagingFullError: the disk has no room.
             CheckpointError: any other failure; names the file and the cause. What was written is removed.
         """
-        transport = open_transport(self._volume)
-        sizes = [_size(item) for item in plan.items]
+        retry = CountedRetry()
+        transport = open_transport(self._volume, retry)
+        sizes = [item_bytes(item) for item in plan.items]
         files = pack(sizes, self._file_bytes, self._threads)
         self._written = [layout.shard_name(self._rank, number, self._save_id) for number in range(len(files))]
         try:
             placement = self._placement(transport, sum(sizes))
             jobs = [
-                _FileJob(name, [plan.items[i] for i in indexes], sum(sizes[i] for i in indexes))
+                FileJob(name, [plan.items[i] for i in indexes], sum(sizes[i] for i in indexes))
                 for name, indexes in zip(self._written, files, strict=True)
             ]
-            results = _write_all(jobs, placement, planner, self._threads)
+            results = write_files(jobs, placement, planner, self._threads)
             if self._volume.directory is not None:
                 sync_directory(self._volume.directory)
         except Exception as error:
             remove_files(transport, self._written)
             kind = StagingFullError if isinstance(error, StagingFullError) else CheckpointError
             raise kind(f"{self._volume}: rank {self._rank}: {describe(error)}") from error
+        if retry.count and results:
+            # One item carries the number of its rank to the coordinator.
+            first = results[0]
+            results[0] = replace(first, storage_data=replace(first.storage_data, retries=retry.count))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -192,7 +198,15 @@ class UCVolumeWriter(StorageWriter):
         """
         metadata.storage_meta = self.storage_meta()
         stored = {result.index: result.storage_data for part in results for result in part}
-        record = publish(open_transport(self._volume), self._save_id, metadata, stored, len(results))
+        retry = CountedRetry()
+        record = publish(
+            open_transport(self._volume, retry),
+            self._save_id,
+            metadata,
+            stored,
+            ranks=len(results),
+            metrics=self._metrics,
+        )
         summary = SaveSummary(
             self.checkpoint_id,
             self._save_id,
@@ -200,6 +214,7 @@ class UCVolumeWriter(StorageWriter):
             len(record.files),
             len(results),
             time.monotonic() - self._started,
+            retry.count + sum(item.retries for item in stored.values()),
         )
         # An attribute set after the pickle reaches every rank, and the parent in the process mode of async_save.
         metadata.save_summary = summary  # type: ignore[attr-defined]
@@ -233,63 +248,3 @@ class UCVolumeWriter(StorageWriter):
         if limit is None:
             limit = min(self._threads * self._file_bytes, shutil.disk_usage(staging_dir).free // 2)
         return Upload(transport, staging_dir, Budget(limit))
-
-
-def _size(item: WriteItem) -> int:
-    """The bytes an item will take. The shard's, not the whole tensor's, which is what DCP's own packing counts."""
-    if item.tensor_data is None:
-        return ENVELOPE_BYTES
-    element = torch.empty((), dtype=item.tensor_data.properties.dtype).element_size()
-    return item.tensor_data.chunk.sizes.numel() * element + ENVELOPE_BYTES
-
-
-@dataclass(frozen=True)
-class _FileJob:
-    name: str
-    items: Sequence[WriteItem]
-    size: int
-
-
-class _StoppedError(Exception):
-    """Another file of the same save failed."""
-
-
-def _write_all(jobs: Sequence[_FileJob], placement: Placement, planner: SavePlanner, threads: int) -> list[WriteResult]:
-    """Write all files, in threads. The failure that came first stops the others and is raised."""
-    stop = threading.Event()
-    failures: list[tuple[str, Exception]] = []
-
-    def write(job: _FileJob) -> list[WriteResult]:
-        placed: list[ItemRecord] = []
-
-        def fill(shard: ShardFile) -> None:
-            placed.clear()
-            for item in job.items:
-                if stop.is_set():
-                    raise _StoppedError
-                placed.append(shard.add(planner.resolve_data(item)))
-
-        try:
-            file = placement.write(job.name, job.size, fill)
-        except _StoppedError:
-            return []
-        except Exception as error:  # noqa: BLE001 - raised below, once every thread has ended
-            failures.append((job.name, error))
-            stop.set()
-            return []
-        return [
-            WriteResult(item.index, record.length, StoredItem(file, record))
-            for item, record in zip(job.items, placed, strict=True)
-        ]
-
-    with ThreadPoolExecutor(threads, "airdata-save") as pool:
-        try:
-            results = list(pool.map(write, jobs))
-        except BaseException:
-            stop.set()  # an interrupt: do not finish gigabytes first
-            raise
-    if failures:
-        name, error = failures[0]
-        kind = StagingFullError if isinstance(error, StagingFullError) else CheckpointError
-        raise kind(f"{name}: {describe(error)}") from error
-    return [result for part in results for result in part]
