@@ -22,7 +22,7 @@ from airdist import processes
 from airdist.collect import collect
 from airdist.errors import AgentDiedError, LaunchCancelledError
 from airdist.failure import tail
-from airdist.logs import Console, redraws, show
+from airdist.logs import Console, columns, redraws, show
 from airdist.plan import make_plan
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class Launch(Generic[R]):
         and a third does not wait.
         """
         live = redraws(sys.stdout) or redraws(sys.stderr)
-        console = Console(self._plan.allocation.nprocs, self._plan.settings.logs, live=live)
+        console = Console(self._plan.allocation.nprocs, self._plan.settings.logs, live=live, columns=columns())
         interrupts: list[KeyboardInterrupt] = []
         while True:
             try:

@@ -7,58 +7,50 @@ called `.distributed()`, because a notebook puts what other threads write under 
 
 from __future__ import annotations
 
-import codecs
-import re
+import shutil
 import sys
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TextIO
+
+from airdist.screen import Screen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["LOG_MODES", "Console", "LogMode", "Piece", "redraws", "show"]
+__all__ = ["LOG_MODES", "Console", "LogMode", "Piece", "columns", "redraws", "show"]
 
 LogMode = Literal["default", "all", "rank0", "none"]
 LOG_MODES: tuple[LogMode, ...] = ("default", "all", "rank0", "none")
 
 STDOUT, STDERR = 1, 2
 _REDRAW_SECONDS = 0.2
-_LONGEST_LINE = 1 << 16  # a rank that never ends a line must not fill the caller's memory
-_CURSOR_UP = re.compile(r"\x1b\[\d*A")  # bars below bars: the cursor of a rank is not the caller's
+_NOTEBOOK_COLUMNS = 160
 
 Piece = tuple[int, str]
 """A stream (1 or 2) and the text to write to it."""
-
-
-@dataclass
-class _Stream:
-    """What one stream of one rank has begun and not ended."""
-
-    decoder: codecs.IncrementalDecoder = field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
-    )
-    open_line: str = ""
 
 
 class Console:
     """Turns the bytes of many ranks into readable lines.
 
     A progress bar redraws itself with carriage returns. Of each line only the last state counts; of the bars that are
-    being drawn, the one of the lowest rank is shown, at most five times a second; the final state of every bar is an
-    ordinary line.
+    being drawn, those of the lowest rank are shown, side by side in one line, at most five times a second; the final
+    state of a bar that stays is an ordinary line.
 
     Args:
         world_size: number of ranks; a single one needs no prefix.
         mode: "all": everything; "default": rank 0, and what the others write to stderr; "rank0"; "none".
         live: whether the place of display understands a carriage return; elsewhere only final states appear.
+        columns: width of that place. A carriage return does not take back a line that was wrapped, so bars are cut.
     """
 
-    def __init__(self, world_size: int, mode: LogMode = "default", *, live: bool = True) -> None:
+    def __init__(
+        self, world_size: int, mode: LogMode = "default", *, live: bool = True, columns: int = _NOTEBOOK_COLUMNS
+    ) -> None:
         self._world_size = world_size
         self._mode = mode
         self._live = live
-        self._streams: dict[tuple[int, int], _Stream] = {}
-        self._bars: dict[tuple[int, int], str] = {}
+        self._columns = columns
+        self._screens: dict[tuple[int, int], Screen] = {}
         self._drawn: Piece | None = None
         self._drawn_at = float("-inf")
         self.hidden_lines = 0
@@ -68,45 +60,40 @@ class Console:
         if not self._shows(rank, stream):
             self.hidden_lines += data.count(b"\n")
             return []
-        state = self._streams.setdefault((rank, stream), _Stream())
-        *lines, rest = (state.open_line + _CURSOR_UP.sub("", state.decoder.decode(data))).split("\n")
-        if len(rest) > _LONGEST_LINE and "\r" not in rest:
-            lines, rest = [*lines, rest], ""
-        if lines:
-            self._bars.pop((rank, stream), None)
-        if "\r" in rest:
-            state_now = self._bars[rank, stream] = _last_state(rest)
-            # Some writers return before a state, some after it; both must still work when more of it comes.
-            rest = f"\r{state_now}" + "\r" * rest.endswith("\r")
-        state.open_line = rest
-        return self._lines(rank, stream, lines)
+        lines = self._screens.setdefault((rank, stream), Screen()).feed(data)
+        # A bar that ended just before on the other stream belongs before these lines.
+        before = self._settle(rank, STDOUT + STDERR - stream) if lines else []
+        return [*before, *self._lines(rank, stream, lines)]
 
     def tick(self, now: float) -> list[Piece]:
-        """A redraw of the progress bar, if it is time for one.
+        """What time brings about: the final lines of bars that nobody comes back to, and a redraw.
 
         Args:
             now: monotonic time in seconds.
         """
-        bars = {key: bar for key, bar in self._bars.items() if bar.strip()}
-        if not self._live or not bars or now - self._drawn_at < _REDRAW_SECONDS:
-            return []
-        rank, stream = min(bars)
-        bar = (stream, self._prefix(rank) + bars[rank, stream])
-        if bar == self._drawn:
-            return []
-        pieces = [*self._erase(), (stream, bar[1])]
-        self._drawn, self._drawn_at = bar, now
+        pieces: list[Piece] = []
+        for (rank, stream), screen in self._screens.items():
+            if screen.left and screen.left_at is None:
+                screen.left_at = now
+            elif screen.left_at is not None and now - screen.left_at >= _REDRAW_SECONDS:
+                pieces += self._settle(rank, stream)
+        drawing = [key for key, screen in self._screens.items() if screen.bars]
+        if not self._live or not drawing or now - self._drawn_at < _REDRAW_SECONDS:
+            return pieces
+        rank, stream = min(drawing)
+        bars = self._prefix(rank) + "  ".join(self._screens[rank, stream].bars)
+        bar = (stream, bars[: self._columns - 1])
+        if bar != self._drawn:
+            pieces += [*self._erase(), bar]
+            self._drawn, self._drawn_at = bar, now
         return pieces
 
     def close(self) -> list[Piece]:
         """What was begun and never ended, as lines."""
         pieces = self._erase()
-        for (rank, stream), state in sorted(self._streams.items()):
-            rest = state.open_line + state.decoder.decode(b"", final=True)
-            if rest:
-                pieces += self._lines(rank, stream, [rest])
-        self._streams.clear()
-        self._bars.clear()
+        for (rank, stream), screen in sorted(self._screens.items()):
+            pieces += self._lines(rank, stream, screen.close())
+        self._screens.clear()
         return pieces
 
     def note(self, text: str) -> list[Piece]:
@@ -118,12 +105,12 @@ class Console:
             return True
         return self._mode != "none" and (rank == 0 or (self._mode == "default" and stream == STDERR))
 
+    def _settle(self, rank: int, stream: int) -> list[Piece]:
+        screen = self._screens.get((rank, stream))
+        return self._lines(rank, stream, screen.settle()) if screen else []
+
     def _lines(self, rank: int, stream: int, lines: Iterable[str]) -> list[Piece]:
-        text = "".join(
-            f"{self._prefix(rank)}{state}\n"
-            for line in lines
-            if (state := _last_state(line)).strip() or "\r" not in line  # a bar that wiped itself out leaves no line
-        )
+        text = "".join(f"{self._prefix(rank)}{line}\n" for line in lines)
         return [*self._erase(), (stream, text)] if text else []
 
     def _prefix(self, rank: int) -> str:
@@ -135,11 +122,6 @@ class Console:
         stream, text = self._drawn
         self._drawn = None
         return [(stream, "\r" + " " * len(text) + "\r")]
-
-
-def _last_state(line: str) -> str:
-    """What a line shows after its carriage returns, for writers that overwrite all of it."""
-    return line.rstrip("\r").rpartition("\r")[2]
 
 
 def show(pieces: Iterable[Piece]) -> None:
@@ -155,6 +137,11 @@ def show(pieces: Iterable[Piece]) -> None:
 def redraws(target: TextIO) -> bool:
     """Whether a carriage return on this stream goes back to the beginning of the line for its reader."""
     return type(target).__module__.startswith(("ipykernel.", "google.colab.")) or target.isatty()
+
+
+def columns() -> int:
+    """How wide a line may be that `sys.stdout` is to take back."""
+    return shutil.get_terminal_size((_NOTEBOOK_COLUMNS, 24)).columns
 
 
 def _write(target: TextIO, text: str) -> None:

@@ -224,7 +224,9 @@ class Node:
             if message["kind"] == "ready":
                 rank.ready = True
                 continue
-            if not rank.stopped:
+            if rank.stopped:
+                rank.control.send("bye")  # it has cleaned up within its grace; nobody waits for what it delivers
+            else:
                 rank.outcome, rank.summary, rank.at = message["outcome"], message["summary"], message["at"]
             if message["traceback"]:
                 # The traceback belongs in the file too, after what the rank wrote before it; the cell shows it once,

@@ -1,9 +1,10 @@
 """A function and its arguments, as bytes that every rank can run, and a useful answer when they will not go.
 
-A payload is two pickles in a row: a `Context` (plain values: where the ranks look for modules, their working directory)
-and, once that is entered, a `Call`. What lies in `__main__` (a script, a notebook) or in a module that a fresh
-interpreter would not find travels by value, so nothing of the user's is executed twice. A function of an importable
-module travels as its name, so module-level locks and handles are no obstacle.
+A payload is three pickles in a row: a `Context` (plain values: where the ranks look for modules) and, once that is
+entered, the definitions of the caller's `__main__` that plain pickle will ask for, and a `Call`. What lies in
+`__main__` (a script, a notebook) or in a module that a fresh interpreter would not find travels by value, so nothing of
+the user's is executed twice. A function of an importable module travels as its name, so module-level locks and handles
+are no obstacle.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from airdist.caller_main import definition
 from airdist.captures import captures, largest, unpicklable
 from airdist.errors import PayloadError
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-__all__ = ["Call", "Context", "pack"]
+__all__ = ["Call", "Context", "pack", "read", "read_definitions"]
 
 WARN_BYTES = 10 << 20
 """From here on every rank spends noticeable time on its copy."""
@@ -64,6 +66,10 @@ class Context:
         """Make this process look for modules where the caller does."""
         sys.path[:] = self.path
         sys.argv[:] = self.argv
+        self.show_sources()
+
+    def show_sources(self) -> None:
+        """Let tracebacks of this process show lines that no file holds."""
         for name, lines in self.sources.items():
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
@@ -81,16 +87,10 @@ class Call:
         function = self.function.resolve() if isinstance(self.function, Name) else self.function
         return function(*self.args, **self.kwargs)
 
-    def adopt_main(self) -> None:
-        """Put the globals that came along into `__main__`.
-
-        Plain pickle knows a class of `__main__` by its name there, and so `torch.save` can write an object of a class
-        that was defined in a notebook.
-        """
-        found = getattr(self.function, "__globals__", {})
-        if found.get("__name__") == "__main__":
-            main = vars(sys.modules["__main__"])
-            main.update({name: value for name, value in found.items() if name not in main})
+    def main_globals(self) -> Mapping[str, Any]:
+        """The globals of the caller's `__main__` that came along with the function."""
+        found: dict[str, Any] = getattr(self.function, "__globals__", {})
+        return found if found.get("__name__") == "__main__" else {}
 
 
 @dataclass(frozen=True)
@@ -171,24 +171,58 @@ def _find(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
     return next(filter(None, (find(name, path, None) for find in finders if find)), None)
 
 
-def _dumps(call: Call) -> bytes:
-    """Pickle with cloudpickle, keeping the file names of code objects.
+def read(file: BinaryIO) -> tuple[Mapping[str, Any], Call]:
+    """The definitions and the call, from a payload whose context has been read and entered."""
+    unpickler = pickle.Unpickler(file)  # noqa: S301 - written by this user's own launch, mode 0700
+    return unpickler.load(), unpickler.load()
 
-    cloudpickle replaces them (for payloads that do not depend on where they were made); then neither a traceback nor
-    `inspect.getsource`, which Triton's compiler uses, finds the source.
+
+def read_definitions(path: Path) -> Mapping[str, Any]:
+    """The definitions of the caller's `__main__`, without the call and its arguments, which may be large."""
+    with path.open("rb") as file:
+        context: Context = pickle.load(file)  # noqa: S301 - as above
+        context.show_sources()
+        definitions: Mapping[str, Any] = pickle.load(file)  # noqa: S301 - as above
+    return definitions
+
+
+def _dumps(call: Call) -> bytes:
+    """Pickle the definitions that a call involves and, after them, the call, as two loads of one unpickler.
+
+    The first pass finds the definitions and writes nothing: what comes first in the file is known last.
     """
     import cloudpickle  # noqa: PLC0415 - 40 ms that an import of this package need not take
 
+    definitions: dict[str, Any] = {}
+
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+        """Notes definitions, and keeps the file names of code objects.
+
+        cloudpickle replaces them (for payloads that do not depend on where they were made); then neither a traceback
+        nor `inspect.getsource`, which Triton's compiler uses, finds the source.
+        """
+
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, CodeType):
                 constructor, values = cloudpickle.Pickler.dispatch_table[CodeType](obj)
                 return _code, (obj.co_filename, constructor, values)
+            if found := definition(obj):
+                definitions.setdefault(*found)
             return super().reducer_override(obj)
 
+    Pickler(_Nowhere(), protocol=5).dump(call)
     with io.BytesIO() as file:
-        Pickler(file, protocol=5).dump(call)
+        pickler = Pickler(file, protocol=5)
+        pickler.dump(dict(definitions))
+        pickler.dump(call)
         return file.getvalue()
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
 
 
 def _code(filename: str, constructor: Callable[..., CodeType], values: tuple[Any, ...]) -> CodeType:

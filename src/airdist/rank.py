@@ -23,9 +23,9 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from airdist import outcome, payload, processes
+from airdist import caller_main, outcome, payload, processes
 from airdist.channel import Channel
 from airdist.rundir import RunDirectory
 from airdist.tracking.rank import after_import, flush_rank, prepare_rank
@@ -75,8 +75,8 @@ def _run(path: Path) -> outcome.Returned | outcome.Raised:
                 from airdist import compat  # noqa: PLC0415 - only where the caller has installed it
 
                 compat.install()
-            call = cast("payload.Call", pickle.load(file))  # noqa: S301 - as above
-        call.adopt_main()
+            definitions, call = payload.read(file)
+        caller_main.adopt({**call.main_globals(), **definitions})
     except BaseException as error:  # noqa: BLE001 - the caller is to see it, whatever it is
         return outcome.Raised(error, while_loading=True)
     try:

@@ -99,7 +99,75 @@ def test_where_nothing_can_be_redrawn_only_the_final_state_appears():
     console = Console(1, live=False)
     console.feed(0, STDERR, b"\r 10%")
     assert console.tick(now=1.0) == []
-    assert console.feed(0, STDERR, b"\r100%\n") == [(STDERR, "100%\n")]
+    pieces = console.feed(0, STDERR, b"\r100%\n") + console.tick(now=2.0) + console.tick(now=2.3)
+    assert pieces == [(STDERR, "100%\n")]
+
+
+OUTER, INNER, UP = b"\router %d/2", b"\n\rinner %d/9\x1b[A", b"\x1b[A"
+
+
+def test_bars_below_bars_are_drawn_side_by_side_and_leave_one_line_each():
+    # Given what tqdm writes for two bars, the inner one of which goes when it is done.
+    console = Console(2, "all")
+    pieces = []
+    for epoch in range(2):
+        pieces += console.feed(0, STDERR, OUTER % epoch)
+        for step in range(10):
+            pieces += console.feed(0, STDERR, INNER % step)
+        assert pieces == []
+        assert console.tick(now=10.0 + epoch)[-1] == (STDERR, f"[rank 0] outer {epoch}/2  inner 9/9")
+        pieces += console.feed(0, STDERR, b"\n\r         \r\x1b[A")
+    pieces += console.feed(0, STDERR, OUTER % 2 + b"\n")
+    pieces += console.feed(0, STDOUT, b"done\n")
+    assert shown(pieces).rpartition("\r")[2] == "[rank 0] outer 2/2\n[rank 0] done\n"
+    assert console.close() == []
+
+
+def test_an_inner_bar_that_stays_is_a_line_and_the_outer_one_goes_on_below_it():
+    console = Console(1)
+    console.feed(0, STDERR, OUTER % 0 + INNER % 5)
+    pieces = console.feed(0, STDERR, b"\rinner 9/9\n" + OUTER % 1)
+    pieces += console.tick(now=1.0) + console.tick(now=1.3)
+    assert pieces == [(STDERR, "inner 9/9\n"), (STDERR, "outer 1/2")]
+
+
+def test_bars_one_after_the_other_end_as_lines_in_time():
+    console = Console(1)
+    console.feed(0, STDERR, b"\rfirst 9/9\n\rsecond 0/9")
+    assert console.tick(now=1.0) == []
+    console.feed(0, STDERR, b"\rsecond 1/9")
+    assert console.tick(now=1.3) == [(STDERR, "first 9/9\n"), (STDERR, "second 1/9")]
+
+
+def test_text_among_bars_comes_at_once():
+    console = Console(1)
+    console.feed(0, STDERR, b"\rbar 1/9")
+    assert console.feed(0, STDERR, b"\r        \rwritten\n\rbar 1/9") == [(STDERR, "written\n")]
+
+
+def test_a_line_of_bars_is_no_wider_than_the_display():
+    console = Console(1, columns=20)
+    console.feed(0, STDERR, b"\r" + b"=" * 100)
+    assert console.tick(now=1.0) == [(STDERR, "=" * 19)]
+
+
+def test_a_move_that_is_cut_between_two_reads_is_still_a_move():
+    console = Console(1)
+    console.feed(0, STDERR, OUTER % 1 + (INNER % 1)[:-2])
+    console.feed(0, STDERR, b"[A" + OUTER % 2)
+    assert console.close() == [(STDERR, "outer 2/2\ninner 1/9\n")]
+
+
+@given(st.lists(st.sampled_from([b"\n", b"\r", UP, b"\x1b[", b"x", b"   ", b"\xff"]), max_size=40), st.data())
+def test_no_moves_are_too_odd_and_what_comes_after_them_is_shown(parts, data):
+    console = Console(1)
+    pieces = []
+    for now, part in enumerate(parts):
+        pieces += console.feed(0, STDERR, part)
+        if data.draw(st.booleans()):
+            console.tick(float(now))
+    pieces += console.feed(0, STDERR, b"\nlast\n") + console.close()
+    assert "last\n" in shown(pieces)
 
 
 def test_a_bar_that_wipes_itself_out_leaves_no_line():

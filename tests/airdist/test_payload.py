@@ -16,11 +16,13 @@ from airdist.decorator import distributed
 MODULE_LOCK = threading.Lock()
 
 
-def test_a_payload_is_a_context_and_a_call():
+def test_a_payload_is_a_context_definitions_and_a_call():
     data = payload.pack(sorted, ([2, 1],), {"reverse": False})
     with_context = _file(data)
-    context, call = pickle.load(with_context), pickle.load(with_context)
+    context = pickle.load(with_context)
+    definitions, call = payload.read(with_context)
     assert all(Path(entry).is_absolute() for entry in context.path)
+    assert definitions == {}
     assert call() == [1, 2]
 
 
@@ -169,9 +171,10 @@ def _load_elsewhere(tmp_path, data):
     (tmp_path / "payload").write_bytes(data)
     program = """
 import pickle, traceback
+from airdist import payload
 with open("payload", "rb") as file:
     pickle.load(file).enter()
-    call = pickle.load(file)
+    _, call = payload.read(file)
 try:
     print(call())
 except Exception:

@@ -64,6 +64,8 @@ def test_what_belongs_to_an_outer_job_or_to_the_front_end_stays_behind():
     environ = launch_environ(caller, overrides={}, nprocs=1, visible="0,1")
     assert environ["KEPT"] == "1"
     assert environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    alone = launch_environ({}, overrides={}, nprocs=1, visible=None)["GLOO_SOCKET_IFNAME"]
+    assert alone == ("lo" if sys.platform == "linux" else "lo0")
     assert environ["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert not set(environ) & {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "JPY_PARENT_PID", "COLUMNS", "MPLBACKEND"}
     assert "OMP_NUM_THREADS" not in environ

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -484,3 +485,176 @@ def test_many_short_launches_never_fail_with_an_open_process_group(world):
         """
     )
     assert out.strip() == "20.0"
+
+
+def test_ranks_are_new_interpreters_however_spoilt_the_caller_is(world):
+    # Given a caller as CUDA leaves a forked one: ranks that were forked from it could not use CUDA either.
+    out, _ = world.run(
+        """
+        import torch
+        torch.cuda._is_in_bad_fork = lambda: True
+        held = threading.Lock(); held.acquire(); sys.modules["held"] = held
+        @distributed(num_accelerators=2, tracking=False, logs="none")
+        def look():
+            import torch
+            return torch.cuda._is_in_bad_fork(), "held" in sys.modules
+        print(list(look.distributed()))
+        """
+    )
+    assert out.strip() == "[(False, False), (False, False)]"
+
+
+def test_a_rank_whose_agent_died_before_it_could_ask_to_die_with_it_ends_itself():
+    done = subprocess.run(
+        [sys.executable, "-c", "from airdist.processes import die_with; die_with(1 << 22); print('lives')"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_peers_of_a_failed_rank_have_their_grace_to_clean_up(world):
+    out, _ = world.run(
+        """
+        @distributed(num_accelerators=2, tracking=False, grace_seconds=60)
+        def half(folder):
+            cleaning = threading.Event()
+            signal.signal(signal.SIGTERM, lambda *_: cleaning.set())
+            if os.environ["RANK"] == "1":
+                while not os.path.exists(folder + "/waits"):
+                    time.sleep(0.01)
+                raise KeyError("x")
+            open(folder + "/waits", "w").close()
+            cleaning.wait()
+            time.sleep(3)  # longer than the two seconds that are usual after a failure
+            open(folder + "/clean", "w").close()
+        started = time.monotonic()
+        try:
+            half.distributed(os.path.dirname(PIDS))
+        except KeyError:
+            print("CLEAN", os.path.exists(os.path.dirname(PIDS) + "/clean"), time.monotonic() - started < 50)
+        """
+    )
+    assert "CLEAN True True" in out
+
+
+def test_a_rank_that_raises_ends_a_peer_that_waits_for_it_in_the_store(world):
+    out, _ = world.run(
+        """
+        @distributed(num_accelerators=2, tracking=False)
+        def half(folder):
+            import torch.distributed as dist
+            if os.environ["RANK"] == "1":
+                while not os.path.exists(folder + "/waits"):
+                    time.sleep(0.01)
+                raise KeyError("never joined")
+            open(folder + "/waits", "w").close()
+            dist.init_process_group("gloo")
+        try:
+            half.distributed(os.path.dirname(PIDS))
+        except KeyError as error:
+            print("RAISED", error)
+        """
+    )
+    assert "RAISED 'never joined'" in out
+
+
+def test_the_run_directory_says_that_the_caller_went_away(world):
+    caller = world.start(
+        """
+        @distributed(num_accelerators=1, tracking=False)
+        def forever():
+            here()
+            time.sleep(600)
+        forever.distributed()
+        """
+    )
+    world.processes(1)
+    os.kill(caller.pid, signal.SIGKILL)
+    (logs,) = (world.path / "runs").glob("*/logs")
+    until(lambda: "the caller is gone" in (logs / "agent.log").read_text(), PROMPT + SLACK, "the agent says so")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_fifty_launches_on_a_busy_machine_all_succeed(world):
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        out, _ = world.run(
+            """
+            @distributed(num_accelerators=2, tracking=False, logs="none")
+            def job():
+                import torch, torch.distributed as dist
+                dist.init_process_group("gloo")
+                x = torch.ones(1); dist.all_reduce(x)
+                return x.item()
+            print([sum(job.distributed()) for _ in range(50)].count(4.0))
+            """,
+            timeout=1700,
+        )
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+    assert out.strip() == "50"
+
+
+STUCK = {
+    "python": "time.sleep(600)",
+    "c": "signal.signal(signal.SIGTERM, signal.SIG_IGN); block_in_c()",
+    "collective": """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 0:
+        time.sleep(600)
+    dist.all_reduce(torch.ones(1))""",
+}
+
+
+def everyone(world):
+    """All living processes of a scenario: they have its environment, whoever their parents are."""
+    mark = f"PIDS={world.pids}".encode()
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                found.append(process)
+    return alive(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("victim", ["caller", "agent", "rank"])
+@pytest.mark.parametrize("stuck", STUCK)
+def test_a_kill_at_any_moment_leaves_no_process_and_always_an_outcome(world, victim, stuck):
+    moments = random.Random(f"{victim} {stuck}")
+    depth = {"caller": 0, "agent": 1, "rank": 2}[victim]
+    for _ in range(12):
+        caller = world.start(
+            f"""
+@distributed(num_accelerators=2, tracking=False, logs="none")
+def forever():
+    subprocess.Popen(["sleep", "600"])
+    {STUCK[stuck]}
+try:
+    forever.distributed()
+except Exception as error:
+    print("OUTCOME", type(error).__name__)
+"""
+        )
+        time.sleep(moments.uniform(0, 4 if stuck == "collective" else 1))  # the moment is what this is about
+        line: list[psutil.Process] = []
+        until(lambda line=line, caller=caller: len(_descend(line, caller.pid)) > depth, 60, f"there is a {victim}")
+        os.kill(line[depth].pid, signal.SIGKILL)
+        until(lambda: not everyone(world), PROMPT + SLACK, f"no process is left after a kill of the {victim}")
+        out, err = caller.communicate(timeout=60)
+        assert victim == "caller" or "OUTCOME " in out, err
+
+
+def _descend(line: list[psutil.Process], pid: int) -> list[psutil.Process]:
+    """The first child of the first child ... of a process, put into `line`."""
+    line[:] = [psutil.Process(pid)]
+    with contextlib.suppress(psutil.Error):
+        while children := line[-1].children():
+            line.append(children[0])
+    return line
