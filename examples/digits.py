@@ -110,7 +110,7 @@ def network() -> nn.Module:
 
 
 # %%
-@distributed(num_accelerators=2, timeout=600)
+@distributed(num_accelerators=2, timeout=600, env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
 def train(volume: str, checkpoints: str, record: str, epochs: int, save_every: int = 20) -> dict:
     """Train and return what this rank knows: the step it resumed from and the accuracy at the end."""
     import mlflow
@@ -125,6 +125,7 @@ def train(volume: str, checkpoints: str, record: str, epochs: int, save_every: i
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # another dropout in each rank
+    torch.use_deterministic_algorithms(mode=True)  # so that the proof below can compare bits, on GPUs too
 
     files = airdata.UCVolumeDataset(f"{volume}/train", shuffle=True, seed=7, uneven="drop")
     loader = airdata.DataLoader(Digits(files), batch_size=GLOBAL_BATCH // world)
