@@ -75,6 +75,9 @@ class UCVolumeDataset(IterableDataset[Any]):
         ValueError: an argument is not one of its choices.
     """
 
+    state_speaks_for_all_ranks = True
+    """For checkpoints: any rank's state restores all, or is refused."""
+
     def __init__(
         self,
         path: str | os.PathLike[str] | Volume | Sequence[str | os.PathLike[str] | Volume],

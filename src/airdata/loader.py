@@ -84,6 +84,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         in_order: see PyTorch.
     """
 
+    state_speaks_for_all_ranks = True
+    """For checkpoints: any rank's state restores all, or is refused; see :meth:`state_dict`."""
+
     def __init__(  # noqa: PLR0917 - PyTorch's signature
         self,
         dataset: Dataset[T_co],

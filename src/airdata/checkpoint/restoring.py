@@ -95,6 +95,6 @@ def _load(root: Volume, ranks: Ranks, found: tuple[int, layout.Published], state
         dcp_load(target, storage_reader=reader, process_group=ranks.group, no_dist=ranks.alone)
     except CheckpointException as error:
         raise as_checkpoint_error(error, f"loading step {step}") from error
-    states.apply(state, target, ranks.rank)
+    states.apply(state, target)
     if ranks.is_coordinator:
         _log.info("restored step %d from %s", step, root)

@@ -4,9 +4,11 @@
     loader, scheduler, ...   state_dict(), as one pickled item: whatever it held comes back exactly
     plain values             one pickled item each; tensors as tensors
     PerRank, RNGState        one item for each rank
+    airdata's loader         one item for each rank, which are equal unless a wrapper drops or adds samples
 
 On another world size the values that are kept per rank are restored where the rank exists in the checkpoint; a rank
-that does not exist there keeps its own and says so in a warning.
+that does not exist there keeps its own and says so in a warning. A loader takes rank 0's, which it refuses if that
+is not the position of every rank.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def collect(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """
     tree: dict[str, Any] = {}
     for name, value in state.items():
-        if isinstance(value, (PerRank, RNGState)):
+        if _kept_apart(value):
             tree[name] = {_rank_key(rank): _boxed(name, _content(_unwrap(value)))}
         elif isinstance(value, torch.nn.Module):
             tree[name] = get_model_state_dict(value)
@@ -106,10 +108,10 @@ def targets(state: Mapping[str, Any], metadata: Metadata, rank: int) -> dict[str
     return {name: target for name, target in wanted.items() if target is not None}
 
 
-def apply(state: MutableMapping[str, Any], loaded: Mapping[str, Any], rank: int) -> None:
+def apply(state: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> None:
     """Hand what was loaded to the objects of ``state``; plain values are replaced in ``state`` itself."""
     for name, value in loaded.items():
-        _apply(state, name, value, rank)
+        _apply(state, name, value)
 
 
 # --- saving --------------------------------------------------------------------------------------------------------
@@ -117,6 +119,15 @@ def apply(state: MutableMapping[str, Any], loaded: Mapping[str, Any], rank: int)
 
 def _rank_key(rank: int) -> str:
     return f"rank-{rank:05d}"
+
+
+def _kept_apart(value: Any) -> bool:
+    return isinstance(value, (PerRank, RNGState)) or _speaks_for_all(value)
+
+
+def _speaks_for_all(value: Any) -> bool:
+    """Whether the state of one rank may be that of all, as the object itself will tell when it takes it up."""
+    return bool(getattr(value, "state_speaks_for_all_ranks", False))
 
 
 def _unwrap(value: Any) -> Any:
@@ -202,9 +213,10 @@ def _target(state: Mapping[str, Any], name: str, value: Any, metadata: Metadata,
     """What DCP shall fill for one entry of the state; None to leave it as it is."""
     keys = metadata.state_dict_metadata
     below = {key for key in keys if key.startswith(f"{name}.")}
-    if isinstance(value, (PerRank, RNGState)):
-        if f"{name}.{_rank_key(rank)}" in keys:
-            return {_rank_key(rank): (None,)}
+    if _kept_apart(value):
+        for candidate in (rank, 0) if _speaks_for_all(value) else (rank,):
+            if f"{name}.{_rank_key(candidate)}" in keys:
+                return {_rank_key(candidate): (None,)}
         if not below:
             raise _missing(name, metadata)
         warnings.warn(
@@ -241,14 +253,14 @@ def _optimizer_target(state: Mapping[str, Any], optimizer: torch.optim.Optimizer
     return {"state": {fqn: entries_of[fqn] for fqn in held}, "param_groups": found["param_groups"]}
 
 
-def _apply(state: MutableMapping[str, Any], name: str, loaded: Any, rank: int) -> None:
+def _apply(state: MutableMapping[str, Any], name: str, loaded: Any) -> None:
     value = state[name]
     if isinstance(value, torch.nn.Module):
         set_model_state_dict(value, loaded)
     elif isinstance(value, torch.optim.Optimizer):
         _apply_optimizer(state, value, loaded)
-    elif isinstance(value, (PerRank, RNGState)):
-        content = loaded[_rank_key(rank)][0]
+    elif _kept_apart(value):
+        ((content,),) = loaded.values()
         inner = _unwrap(value)
         if _stateful(inner):
             inner.load_state_dict(content)
