@@ -24,6 +24,7 @@ from airdata.errors import StateError
 from airdata.metrics import Counters, Reporter
 from airdata.order import Schedule
 from airdata.position import share
+from airdata.sources import find_sources
 from airdata.state import Received, Start
 
 __all__ = ["Checkpointable", "DataLoader", "LoaderStats"]
@@ -35,7 +36,6 @@ DEFAULT_WORKERS = 6
 DEFAULT_PREFETCH_FACTOR = 4
 # The batch in the loop's hands, and one being made.
 _BATCHES_IN_USE = 2
-_SEARCH_DEPTH = 8
 
 
 @runtime_checkable
@@ -273,31 +273,6 @@ def _worker_seeds(start: Start) -> torch.Generator:
     """Where the seeds of an iterator's workers come from: the program's seed and the position it starts from."""
     words = np.random.SeedSequence([torch.initial_seed() & (1 << 64) - 1, start.epoch, start.base]).generate_state(2)
     return torch.Generator().manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
-
-
-def find_sources(dataset: object) -> list[UCVolumeDataset]:
-    """The UCVolumeDatasets that a dataset reads from: itself, or those in its attributes, and in theirs."""
-    found: list[UCVolumeDataset] = []
-    seen: set[int] = set()
-
-    def look(value: object, depth: int) -> None:
-        if id(value) in seen or depth > _SEARCH_DEPTH:
-            return
-        if isinstance(value, UCVolumeDataset):
-            seen.add(id(value))
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                if isinstance(item, Dataset):
-                    look(item, depth + 1)
-        elif isinstance(value, Dataset):
-            seen.add(id(value))
-            for attribute in vars(value).values():
-                if isinstance(attribute, (Dataset, list, tuple)):
-                    look(attribute, depth + 1)
-
-    look(dataset, 0)
-    return found
 
 
 def _default_workers() -> int:
