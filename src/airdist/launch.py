@@ -14,6 +14,7 @@ import atexit
 import queue
 import selectors
 import sys
+import textwrap
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -224,7 +225,7 @@ class Launch(Generic[R]):
         if self._error is None:
             plan.directory.remove_data()
         else:
-            first = str(self._error).strip().partition("\n")[0][:200]
+            first = textwrap.shorten(str(self._error).strip().partition("\n")[0], 160, placeholder=" …")
             self._note(f"{plan.name} failed after {seconds:.1f} s: {type(self._error).__name__}: {first}")
         if plan.run is not None:
             tags = {"world_size": str(plan.allocation.nprocs), "restarts": str(self._attempt)}
