@@ -29,6 +29,7 @@ def body(folder):
     dist.all_reduce(total)
     assert total.item() == dist.get_world_size() == 2
     leave(folder)
+    dist.destroy_process_group()  # without this a rank of torchrun aborts now and then
 
 def hello(folder):
     leave(folder)

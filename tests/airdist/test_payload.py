@@ -1,5 +1,6 @@
 """What travels to the ranks, and what is said of what cannot."""
 
+import linecache
 import pickle
 import subprocess
 import sys
@@ -24,6 +25,15 @@ def test_a_payload_is_a_context_definitions_and_a_call():
     assert all(Path(entry).is_absolute() for entry in context.path)
     assert definitions == {}
     assert call() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "travels"),
+    [("/tmp/ipykernel_1/2.py", True), ("<ipython-input-1-a>", True), ("<attrs generated init x>", False)],
+)
+def test_the_lines_of_cells_travel_and_those_that_libraries_generate_do_not(name, travels, monkeypatch):
+    monkeypatch.setitem(linecache.cache, name, (4, None, ["x=1\n"], name))
+    assert (name in payload.Context.of_this_process().sources) == travels
 
 
 def test_a_function_of_an_importable_module_travels_as_its_name(tmp_path, monkeypatch):
@@ -67,11 +77,16 @@ def test_code_that_no_file_holds_travels_with_its_source_so_that_tracebacks_show
     import linecache
 
     source = "def cell_function(_=None):\n    raise ValueError('in a cell')\n"
-    linecache.cache["<cell 1>"] = (len(source), None, source.splitlines(keepends=True), "<cell 1>")
+    linecache.cache["<ipython-input-1-cell>"] = (
+        len(source),
+        None,
+        source.splitlines(keepends=True),
+        "<ipython-input-1-cell>",
+    )
     namespace = {"__name__": "__main__"}
-    exec(compile(source, "<cell 1>", "exec"), namespace)
+    exec(compile(source, "<ipython-input-1-cell>", "exec"), namespace)
     out = _load_elsewhere(tmp_path, payload.pack(namespace["cell_function"], (None,), {}))
-    assert 'File "<cell 1>", line 2, in cell_function' in out
+    assert 'File "<ipython-input-1-cell>", line 2, in cell_function' in out
     assert "raise ValueError('in a cell')" in out
 
 
