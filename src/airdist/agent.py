@@ -46,10 +46,6 @@ _REAP_SECONDS = 5.0  # a process in uninterruptible sleep does not die of SIGKIL
 _STACKS_SECONDS = 1.0
 _TICK_SECONDS = 0.5
 _TRACKING_SECONDS = 30.0  # to import MLflow on a busy machine, and say one thing to its server
-_END_TRACKING = (
-    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; "
-    "from airdist.tracking.run import end_abandoned; end_abandoned()"
-)
 
 
 @dataclass(frozen=True)
@@ -121,9 +117,9 @@ class Agent:
     def _end_tracking() -> None:
         """Have the MLflow run ended, which the caller would have done, in a process that may import MLflow."""
         if LAUNCH_RUN_ID in os.environ:
-            root = str(Path(__file__).absolute().parents[1])
+            command = [sys.executable, *processes.program("airdist.tracking.run", "end_abandoned")]
             with suppress(OSError, subprocess.SubprocessError):
-                subprocess.run([sys.executable, "-c", _END_TRACKING, root], timeout=_TRACKING_SECONDS, check=False)
+                subprocess.run(command, timeout=_TRACKING_SECONDS, check=False)
 
     def _attempt(self, attempt: int) -> tuple[str, list[int]]:
         node = self._node

@@ -15,7 +15,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from airdist import processes
@@ -32,7 +31,6 @@ _READ = 1 << 16
 _DISPLAY_BYTES = 4 << 20  # output on its way to a caller that is not reading; more is shown only by the file
 _HOST = "127.0.0.1"
 # As in engines/local.py: our own directory last, and the user's working directory not at all.
-_PROGRAM = "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; from airdist.rank import main; main()"
 
 
 @dataclass
@@ -101,7 +99,7 @@ class Node:
         inherited = [theirs.fileno(), *([listener.fileno()] if number == 0 else [])]
         process = subprocess.Popen(
             [
-                *(sys.executable, "-c", _PROGRAM, _import_root()),
+                *(sys.executable, *processes.program("airdist.rank")),
                 *(spec.run_dir, str(attempt), str(os.getpid()), *map(str, inherited)),
             ],
             env=os.environ
@@ -265,8 +263,3 @@ class Node:
             stream = rank.process.stdout if rank.pipes.pop(pipe) == 1 else rank.process.stderr
             assert stream is not None
             stream.close()
-
-
-def _import_root() -> str:
-    """The directory that holds this package, for an interpreter that would not find it by itself."""
-    return str(Path(__file__).absolute().parents[1])

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-__all__ = ["adopt_orphans", "descendants", "die_with", "kill", "session_members"]
+__all__ = ["adopt_orphans", "descendants", "die_with", "kill", "program", "session_members"]
 
 _LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
@@ -84,3 +84,14 @@ def _processes() -> Iterator[tuple[int, str, int, int]]:
 def _prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def program(module: str, function: str = "main") -> list[str]:
+    """Arguments of an interpreter that shall run a function of this package; it finds its own from `sys.argv[2]` on.
+
+    The package's directory stands last on its path, so that neither a module of the user's working directory nor a
+    back-port beside this package takes the place of one of the standard library's.
+    """
+    path = "sys.path[:] = [*filter(None, sys.path), sys.argv[1]]"
+    code = f"import sys; {path}; from {module} import {function}; {function}()"
+    return ["-c", code, str(Path(__file__).absolute().parents[1])]

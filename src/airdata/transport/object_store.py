@@ -112,7 +112,7 @@ class S3Transport(FsspecTransport):
 
     def list(self, prefix: str = "") -> Iterator[FileInfo]:
         def pages(store: Any) -> Sequence[FileInfo]:
-            found = importlib.import_module("obstore").list(store, prefix=prefix or None, chunk_size=1000)
+            found = _obstore().list(store, prefix=prefix or None, chunk_size=1000)
             return [_info(meta) for page in found for meta in page if not meta["path"].endswith("/")]
 
         return iter(self._fast(prefix, pages, lambda: [*super(S3Transport, self).list(prefix)]))

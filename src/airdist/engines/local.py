@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from airdist import processes
 from airdist.channel import Channel
 from airdist.rundir import RunDirectory
 
@@ -21,11 +22,6 @@ if TYPE_CHECKING:
     from airdist.agent import AgentSpec
 
 __all__ = ["LocalAgent", "LocalEngine"]
-
-# The import root stands last, so that neither a module of the user's working directory nor a back-port beside this
-# package takes the place of one of the standard library's. An agent needs nothing of `site` (-S), which runs whatever
-# packages have put into .pth files: 10 ms here, and more where there are many.
-_PROGRAM = "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; from airdist.agent import main; main()"
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class LocalEngine:
         ours, theirs = socket.socketpair()
         with theirs, RunDirectory(Path(spec.run_dir)).agent_log.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-S", "-c", _PROGRAM, str(Path(__file__).absolute().parents[2]), str(theirs.fileno())],
+                [sys.executable, "-S", *processes.program("airdist.agent"), str(theirs.fileno())],
                 env=dict(environ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
