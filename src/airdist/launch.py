@@ -242,10 +242,13 @@ class Launch(Generic[R]):
         with selectors.DefaultSelector() as selector:
             selector.register(channel, selectors.EVENT_READ)
             while not channel.closed:
-                # A process that was forked meanwhile may hold the agent's end open, so the channel alone cannot tell.
-                if not selector.select(_POLL_SECONDS) and not self._agent.alive():
+                # A process that was forked meanwhile may hold the agent's end open, so the channel alone cannot tell;
+                # and a suspended caller wakes with its wait expired, the agent gone, and its last words still to read.
+                alive = self._agent.alive()
+                ready = selector.select(_POLL_SECONDS) or selector.select(0)
+                if not (ready or alive):
                     break
-                for message in channel.receive() if selector.select(0) else ():
+                for message in channel.receive() if ready else ():
                     if message["kind"] == "ended":
                         return message
                     self._on_message(message)

@@ -409,6 +409,7 @@ def test_the_deadline_holds_while_the_caller_is_suspended(world):
         @distributed(num_accelerators=1, tracking=False, timeout=2, grace_seconds=0)
         def forever():
             here()
+            here(os.getppid())
             time.sleep(600)
         try:
             forever.distributed()
@@ -416,10 +417,10 @@ def test_the_deadline_holds_while_the_caller_is_suspended(world):
             print("TIMEOUT")
         """
     )
-    family = world.processes(1)
+    rank_and_agent = world.processes(2)
     os.kill(caller.pid, signal.SIGSTOP)
     try:
-        until(lambda: not alive(family), 2 + PROMPT + SLACK, "the rank has ended although its caller is suspended")
+        until(lambda: not alive(rank_and_agent), 2 + PROMPT + SLACK, "they have ended although the caller is suspended")
     finally:
         os.kill(caller.pid, signal.SIGCONT)
     assert "TIMEOUT" in caller.communicate(timeout=30)[0]
