@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,15 +47,19 @@ def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             env=environ,
         )
     try:
-        deadline = time.monotonic() + 60
-        while not _accepts(port):
-            assert server.poll() is None, f"the S3 server ended at once: {log.read_text()}"
-            assert time.monotonic() < deadline, f"the S3 server did not start: {log.read_text()}"
-            time.sleep(0.05)
+        _wait_for(server, port, log)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.kill()
         server.wait()
+
+
+def _wait_for(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not _accepts(port):
+        assert server.poll() is None, f"the server ended at once: {log.read_text()}"
+        assert time.monotonic() < deadline, f"the server did not start: {log.read_text()}"
+        time.sleep(0.05)
 
 
 def _accepts(port: int) -> bool:
@@ -72,6 +79,89 @@ def s3_volume(s3_endpoint: str) -> Volume:
     bucket = f"bucket-{os.getpid()}-{next(_bucket_numbers)}"
     S3FileSystem(**options, skip_instance_cache=True).mkdir(bucket)
     return Volume.of(f"s3://{bucket}/data", options)
+
+
+_AZURITE = Path(__file__).parent.parent / ".servers/node_modules/azurite/dist/src/blob/main.js"
+_AZURITE_ACCOUNT = "devstoreaccount1"
+# Published with Azurite, the same everywhere, and good for nothing else.
+_AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+
+@pytest.fixture(scope="session")
+def azure_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a real Azure Blob API server (Azurite) in a process of its own."""
+    if shutil.which("node") is None:
+        pytest.skip("Azurite needs node, which is not installed")
+    if not _AZURITE.exists():
+        pytest.skip("Azurite is not installed: npm install --prefix .servers azurite@3.35.0")
+    pytest.importorskip("adlfs")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("azure") / "server.log"
+    place = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence"]
+    quiet = ["--skipApiVersionCheck", "--disableTelemetry", "--silent"]
+    with log.open("wb") as output:
+        server = subprocess.Popen(["node", str(_AZURITE), *place, *quiet], stdout=output, stderr=subprocess.STDOUT)
+    try:
+        _wait_for(server, port, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture
+def azure_connection() -> Callable[[str], str]:
+    """The connection string of a server at an address."""
+
+    def connect(endpoint: str) -> str:
+        facts = {
+            "DefaultEndpointsProtocol": "http",
+            "AccountName": _AZURITE_ACCOUNT,
+            "AccountKey": _AZURITE_KEY,
+            "BlobEndpoint": f"{endpoint}/{_AZURITE_ACCOUNT}",
+        }
+        return ";".join(f"{name}={value}" for name, value in facts.items())
+
+    return connect
+
+
+@pytest.fixture
+def azure_volume(azure_endpoint: str, azure_connection: Callable[[str], str]) -> Volume:
+    """An empty folder in a container of its own on the Azure server."""
+    from adlfs import AzureBlobFileSystem
+
+    options = {"connection_string": azure_connection(azure_endpoint)}
+    container = f"container-{os.getpid()}-{next(_bucket_numbers)}"
+    AzureBlobFileSystem(**options, skip_instance_cache=True).mkdir(container)
+    return Volume.of(f"abfs://{container}/data", options)
+
+
+@pytest.fixture(scope="session")
+def fault_proxy() -> Any:
+    """The class of ``faults/proxy.py``, of which each instance is a running proxy."""
+    name = "airdata_tests_fault_proxy"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "faults/proxy.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name].FaultProxy
+
+
+@pytest.fixture(scope="module")
+def proxy_of(fault_proxy: Any) -> Iterator[Callable[[str], Any]]:
+    """Start a proxy before the HTTP server of a URL; it lives as long as the tests of the module."""
+    started: list[Any] = []
+
+    def start(url: str) -> Any:
+        started.append(fault_proxy.start(url.removeprefix("http://")))
+        return started[-1]
+
+    yield start
+    for proxy in started:
+        proxy.stop()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -28,6 +28,7 @@ VOLUMES_VARIABLE = "AIRDATA_VOLUMES"
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
+_OCTAL = re.compile(rb"\\([0-7]{3})")  # how a blank is written there
 _VOLUMES_ROOT = "/Volumes"
 # A mount of one of these is a network away: it is copied to local disk once instead of read each epoch.
 _NETWORK_FILESYSTEMS = frozenset(
@@ -44,29 +45,39 @@ class Volume:
             is, since a URL may carry credentials: use :func:`safe_url`.
         name: the path as the user wrote it, for messages.
         storage_options: arguments of the fsspec driver. Not part of equality, of ``repr`` or of anything saved.
+        hedge_seconds: a second request is made for an object of up to 8 MiB whose first has not been answered for this
+            long; 0 for never. It cuts the longest waits and adds requests.
     """
 
     url: str
     name: str = field(compare=False)
     storage_options: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    hedge_seconds: float = field(default=0.0, compare=False)
 
     @staticmethod
-    def of(path: str | os.PathLike[str] | Volume, storage_options: Mapping[str, Any] | None = None) -> Volume:
+    def of(
+        path: str | os.PathLike[str] | Volume,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        hedge_seconds: float = 0.0,
+    ) -> Volume:
         """Resolve what a user wrote.
 
         Args:
             path: a ``/Volumes/…`` path, with or without ``dbfs:``; an fsspec URL; a directory; or a Volume.
             storage_options: arguments of the fsspec driver, such as ``endpoint_url`` or ``anon``.
+            hedge_seconds: see :class:`Volume`.
 
         Raises:
             VolumeError: the path is empty, a mangled URL, or a ``/Volumes`` path that is neither mounted nor mapped.
         """
         if isinstance(path, Volume):
-            return path if storage_options is None else Volume(path.url, path.name, dict(storage_options))
+            options = path.storage_options if storage_options is None else dict(storage_options)
+            return replace(path, storage_options=options, hedge_seconds=hedge_seconds or path.hedge_seconds)
         name = os.fspath(path)
         if not isinstance(name, str) or not name:
             raise VolumeError(f"a volume path must be a non-empty str or os.PathLike, got {path!r}")
-        return Volume(_resolve(name), safe_url(name.rstrip("/") or "/"), dict(storage_options or {}))
+        return Volume(_resolve(name), safe_url(name.rstrip("/") or "/"), dict(storage_options or {}), hedge_seconds)
 
     @property
     def directory(self) -> str | None:
@@ -84,7 +95,7 @@ class Volume:
 
     def child(self, relative: str) -> Volume:
         """The volume rooted at a folder of this one."""
-        return Volume(self.join(relative), f"{self.name.rstrip('/')}/{relative}", self.storage_options)
+        return replace(self, url=self.join(relative), name=f"{self.name.rstrip('/')}/{relative}")
 
     def __str__(self) -> str:
         return self.name
@@ -149,18 +160,24 @@ def safe_url(url: str) -> str:
 def filesystem_type(path: str) -> str:
     """The type of the filesystem that holds ``path`` (``ext4``, ``fuse.rclone``, …), or "" where it is not known."""
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
-            lines = mounts.readlines()
+        with open("/proc/self/mountinfo", "rb") as file:
+            mounts = file.read()
     except OSError:
         return ""  # not Linux: everything counts as local
-    path = os.path.realpath(path)
-    best, kind = "", ""
-    for line in lines:
-        fields, _, tail = line.partition(" - ")
-        mount = fields.split()[4].encode().decode("unicode_escape")
-        if (path == mount or path.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
+    # By name first: to resolve links on a mount whose server has gone away would wait for it.
+    kind = mounted_type(mounts, os.path.abspath(path))
+    return kind if is_network_filesystem(kind) else mounted_type(mounts, os.path.realpath(path))
+
+
+def mounted_type(mounts: bytes, path: str) -> str:
+    """The type of the filesystem at an absolute path, by the text of ``/proc/self/mountinfo`` (proc(5)); "" if none."""
+    wanted, best, kind = os.fsencode(path), b"", b""
+    for line in mounts.splitlines():
+        fields, _, tail = line.partition(b" - ")
+        mount = _OCTAL.sub(lambda found: bytes([int(found[1], 8)]), fields.split()[4])
+        if (wanted == mount or wanted.startswith(mount.rstrip(b"/") + b"/")) and len(mount) >= len(best):
             best, kind = mount, tail.split()[0]
-    return kind
+    return os.fsdecode(kind)
 
 
 def is_network_filesystem(kind: str) -> bool:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import threading
+import time
 import uuid
+from dataclasses import replace
+from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from airdata.errors import SourceChangedError, TransferError, VolumeError
-from airdata.transport import FileInfo, open_transport
-from airdata.transport.object_store import S3Transport, s3_arguments
+from airdata.transport import FileInfo, open_transport, parts
+from airdata.transport.object_store import ObjectTransport
+from airdata.transport.parts import LARGE_BYTES
+from airdata.transport.remote import FsspecTransport
 from airdata.volume import Volume
 
 
@@ -22,7 +30,7 @@ def transport(request, tmp_path):
     if request.param == "memory":
         return open_transport(Volume.of(f"memory://{uuid.uuid4().hex}/data"))
     volume = request.getfixturevalue("s3_volume")
-    return open_transport(volume) if request.param == "s3" else S3Transport(volume, everywhere=True)
+    return open_transport(volume) if request.param == "s3" else ObjectTransport(volume, everywhere=True)
 
 
 def test_what_is_put_is_read(transport, tmp_path):
@@ -207,72 +215,111 @@ ODD_KEYS = [
 @pytest.mark.parametrize("key", ODD_KEYS)
 def test_obstore_reads_the_key_that_s3fs_wrote(key, s3_volume):
     open_transport(s3_volume).put(key, key.encode())
-    fast = S3Transport(s3_volume, everywhere=True)
+    fast = ObjectTransport(s3_volume, everywhere=True)
     assert fast.read(key) == key.encode()
     assert [f.path for f in fast.list()] == [key]
     assert fast.stat(key) == open_transport(s3_volume).stat(key)
 
 
-def _uses_obstore(transport, connection):
-    connection.send((transport.read("a"), transport._store is not None))
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_read_through_obstore_and_the_process_that_starts_them_does_not(method, s3_volume):
-    transport = open_transport(s3_volume)
-    transport.put("a", b"bytes")
-    assert transport.read("a") == b"bytes"
-    assert transport._store is None
-    context = multiprocessing.get_context(method)
-    ours, theirs = context.Pipe()
-    worker = context.Process(target=_uses_obstore, args=(transport, theirs))
-    worker.start()
-    try:
-        assert ours.poll(60), "the worker hung"
-        # The tests above have used obstore in this very process, so a forked child may have to do without.
-        assert ours.recv() in [(b"bytes", True), *([(b"bytes", False)] if method == "fork" else [])]
-    finally:
-        worker.kill()
-        worker.join()
-
-
-def test_options_without_a_counterpart_keep_to_s3fs():
-    assert s3_arguments("s3://bucket/a/b", {"profile": "work"}, {}) is None
-    assert s3_arguments("s3://bucket", {"client_kwargs": {"verify": False}}, {}) is None
-    known = {
-        "key": "k",
-        "secret": "s",
-        "token": "t",
-        "endpoint_url": "http://h:1",
-        "client_kwargs": {"region_name": "eu"},
-    }
-    arguments = s3_arguments("s3://bucket/a/b/", known, {})
-    assert (
-        arguments.items()
-        >= {
-            "bucket": "bucket",
-            "prefix": "a/b",
-            "access_key_id": "k",
-            "secret_access_key": "s",
-            "session_token": "t",
-            "endpoint": "http://h:1",
-            "region": "eu",
-        }.items()
-    )
-    assert s3_arguments("s3://bucket", {"anon": True}, {})["skip_signature"] is True
-    assert s3_arguments("s3://bucket", {}, {"AWS_ENDPOINT_URL": "http://h:2"})["endpoint"] == "http://h:2"
-
-
-def test_a_failing_fast_path_gives_way_to_the_general_one(s3_volume, caplog):
+def test_a_store_with_which_nothing_ever_works_gives_way_to_fsspec(s3_volume, caplog):
     open_transport(s3_volume).put("a", b"bytes")
-    transport = S3Transport(s3_volume, everywhere=True)
-    transport._arguments = {
-        **transport._arguments,
-        "endpoint": "http://127.0.0.1:9",
-        "retry_config": {"max_retries": 0},
-    }
+    transport = ObjectTransport(s3_volume, everywhere=True)
+    transport._plan = replace(
+        transport._plan, arguments={**transport._plan.arguments, "endpoint": "http://127.0.0.1:9"}
+    )
     assert [transport.read("a") for _ in range(4)] == [b"bytes"] * 4
     assert "obstore keeps failing" in caplog.text
+    retries = transport.retries
+    assert transport.read("a") == b"bytes"
+    assert transport.retries == retries, "it is not tried any more"
+
+
+def test_a_web_server_is_read_by_both_clients_alike(counting_server, tmp_path):
+    web = tmp_path / "web"
+    (web / "sub").mkdir(parents=True)
+    names = ["a", "sub/b", "with space", "50%", "ü"]
+    for name in names:
+        (web / name).write_bytes(name.encode())
+    volume = Volume.of(counting_server(web).url)
+    transport, fast = FsspecTransport(volume), ObjectTransport(volume, everywhere=True)
+    listed = sorted(file.path for file in transport.list())
+    assert listed == sorted(file.path for file in fast.list())
+    assert len(listed) == len(names)
+    assert [fast.read(path) for path in listed] == [transport.read(path) for path in listed]
+    assert sorted(transport.read(path) for path in listed) == sorted(name.encode() for name in names)
+    assert fast.stat("a") == transport.stat("a")
+    assert fast.get("sub/b", tmp_path / "b", fast.stat("sub/b").version) == len("sub/b")
+    with pytest.raises(FileNotFoundError):
+        fast.read("missing")
+
+
+def test_a_large_file_of_a_web_server_without_ranges_comes_whole(counting_server, tmp_path):
+    (tmp_path / "web").mkdir()
+    content = os.urandom(LARGE_BYTES + 1)
+    (tmp_path / "web" / "large").write_bytes(content)
+    server = counting_server(tmp_path / "web")
+    for kind in (FsspecTransport, ObjectTransport):
+        transport = kind(Volume.of(server.url), **({} if kind is FsspecTransport else {"everywhere": True}))
+        assert transport.get("large", tmp_path / "copy", size=len(content)) == len(content)
+        assert (tmp_path / "copy").read_bytes() == content
+
+
+@given(size=st.integers(0, 200), part=st.integers(1, 64), threads=st.integers(1, 8))
+def test_parts_cover_a_file_exactly(size, part, threads, tmp_path_factory):
+    content = os.urandom(size)
+    asked, arrived = [], []
+
+    def read(piece, moved):
+        asked.append(piece)
+        arrived.append(moved())
+        return memoryview(content)[slice(*piece)]
+
+    target = tmp_path_factory.getbasetemp() / "parts"
+    target.write_bytes(b"what was there before and is longer than the file" * 10)
+    with mock.patch.multiple(parts, PART_BYTES=part, _THREADS_PER_FILE=threads):
+        assert parts.fetch_parts(target, size, read) == size
+    assert target.read_bytes() == content
+    asked.sort()
+    assert [start for start, _ in asked] == list(range(0, size, part))
+    assert [end for _, end in asked] == [*range(part, size, part), *([size] if size else [])]
+    assert all(0 <= done < max(size, 1) for done in arrived)
+
+
+@given(bad=st.integers(0, 9), threads=st.integers(1, 8))
+def test_the_first_part_that_fails_ends_a_file(bad, threads, tmp_path_factory):
+    def read(piece, moved):
+        if piece[0] == bad:
+            raise TransferError("this part")
+        return bytes(1)
+
+    with (
+        mock.patch.multiple(parts, PART_BYTES=1, _THREADS_PER_FILE=threads),
+        pytest.raises(TransferError, match="this part"),
+    ):
+        parts.fetch_parts(tmp_path_factory.getbasetemp() / "parts", 10, read)
+
+
+def test_a_part_that_arrives_too_late_is_written_nowhere(tmp_path):
+    caller, started, released = threading.get_ident(), threading.Event(), threading.Event()
+
+    def read(piece, moved):
+        if threading.get_ident() == caller:
+            assert started.wait(60)
+            raise TransferError("this part")
+        started.set()
+        assert released.wait(60)
+        return b"x"
+
+    with mock.patch.multiple(parts, PART_BYTES=1, _THREADS_PER_FILE=2):
+        with pytest.raises(TransferError, match="this part"):
+            parts.fetch_parts(tmp_path / "copy", 2, read)
+        with open(tmp_path / "next", "wb"):  # by the number that the copy's descriptor had
+            released.set()
+            deadline = time.monotonic() + 60
+            while any(thread.name == "airdata-part" for thread in threading.enumerate()):
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+    assert (tmp_path / "next").read_bytes() == b""
 
 
 def test_file_info_is_a_plain_value():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from airdata.errors import VolumeError
-from airdata.volume import Volume, filesystem_type, is_network_filesystem, safe_url
+from airdata.volume import Volume, filesystem_type, is_network_filesystem, mounted_type, safe_url
 
 VOLUME_PATHS = ["/Volumes/main/demo/digits", "dbfs:/Volumes/main/demo/digits", "/Volumes/main/demo/digits/"]
 
@@ -97,7 +97,45 @@ def test_mounts_of_a_network_are_told_from_local_disks(tmp_path):
     assert Volume.of(tmp_path).in_place
     assert not Volume.of("s3://bucket/x").in_place
     assert filesystem_type("/proc/self") == "proc"
+    (tmp_path / "link").symlink_to("/proc")
+    assert filesystem_type(str(tmp_path / "link" / "self")) == "proc"
     for kind in ("fuse.rclone", "fuse", "nfs4", "cifs", "lustre"):
         assert is_network_filesystem(kind)
     for kind in ("ext4", "xfs", "overlay", "tmpfs", "fuseblk", ""):
         assert not is_network_filesystem(kind)
+
+
+MOUNTS = """\
+22 1 0:21 / / rw,relatime shared:1 - overlay overlay rw
+30 22 0:25 / /mnt/data rw - nfs4 server:/export rw,vers=4.2
+31 22 0:26 / /mnt/data/local rw - ext4 /dev/sda1 rw
+32 22 0:27 / /mnt/with\\040blank rw - fuse.rclone bucket: rw
+33 22 0:28 / /mnt/ü rw - cifs //server/share rw
+34 22 0:29 / /mnt/twice rw - ext4 /dev/sdb1 rw
+35 34 0:30 / /mnt/twice rw shared:7 master:3 - lustre fs rw
+""".encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/home/me", "overlay"),
+        ("/mnt/data", "nfs4"),
+        ("/mnt/data/train/a", "nfs4"),
+        ("/mnt/database", "overlay"),
+        ("/mnt/data/local/a", "ext4"),
+        ("/mnt/with blank/a", "fuse.rclone"),
+        ("/mnt/ü/a", "cifs"),
+        ("/mnt/twice/a", "lustre"),  # the later mount covers the earlier
+    ],
+)
+def test_the_mount_that_holds_a_path_is_found(path, kind):
+    assert mounted_type(MOUNTS, path) == kind
+
+
+def test_a_volume_keeps_its_hedging_with_its_children_and_new_options():
+    volume = Volume.of("s3://b/x", hedge_seconds=0.5)
+    assert volume.child("y").hedge_seconds == 0.5
+    assert Volume.of(volume, {"anon": True}).hedge_seconds == 0.5
+    assert Volume.of(volume, {"anon": True}).storage_options == {"anon": True}
+    assert Volume.of("s3://b/x").hedge_seconds == 0

@@ -1,9 +1,9 @@
 """How bytes move between a volume and this machine.
 
 One small protocol, :class:`Transport`, with a driver for directories (``local``), one for every URL that fsspec knows
-(``remote``) and a faster one for S3 (``object_store``). Cache, manifest and checkpoints speak the protocol and never a
-driver. Drivers open their client at the first call of each process, so a transport can be pickled, and used on both
-sides of a fork.
+(``remote``) and a faster one for object stores and HTTP (``object_store``). Cache, manifest and checkpoints speak the
+protocol and never a driver. Drivers open their client at the first call of each process, so a transport can be pickled,
+and used on both sides of a fork.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from airdata.errors import SourceChangedError, TransferError
+from airdata.transport.drivers import OBJECT_STORES
 from airdata.transport.retry import DEFAULT_RETRY, Retry
 from airdata.volume import Volume
 
@@ -39,6 +40,8 @@ class Transport(Protocol):
     """The verbs we need on a volume. Paths are relative to it; every error but FileNotFoundError is a TransferError."""
 
     volume: Volume
+    retries: int
+    """Requests that were repeated in this process; only grows."""
 
     def list(self, prefix: str = "") -> Iterator[FileInfo]:
         """Every file below the folder ``prefix``, in no particular order. A missing folder has no files."""
@@ -56,13 +59,16 @@ class Transport(Protocol):
         """
         ...
 
-    def get(self, path: str, destination: str | os.PathLike[str], version: str = "") -> int:
+    def get(self, path: str, destination: str | os.PathLike[str], version: str = "", size: int = -1) -> int:
         """Download one file into the local file ``destination`` (overwritten) and return its size in bytes.
+
+        A large file comes in parallel ranges, all of one version.
 
         Args:
             path: the file.
             destination: where its bytes go.
             version: the ``FileInfo.version`` whose bytes are wanted; "" takes whatever is there.
+            size: the ``FileInfo.size``, where it is known: it saves a request for a large file.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -91,13 +97,13 @@ def open_transport(volume: Volume, retry: Retry = DEFAULT_RETRY) -> Transport:
     """The driver for a volume. Costs nothing: no client is imported or opened before the first verb."""
     # The drivers import FileInfo from this module.
     from airdata.transport.local import LocalTransport  # noqa: PLC0415
-    from airdata.transport.object_store import S3Transport  # noqa: PLC0415
+    from airdata.transport.object_store import ObjectTransport  # noqa: PLC0415
     from airdata.transport.remote import FsspecTransport  # noqa: PLC0415
 
     if volume.directory is not None:
         return LocalTransport(volume, retry)
-    if volume.url.startswith(("s3://", "s3a://")) and S3Transport.available():
-        return S3Transport(volume, retry)
+    if volume.url.split("://", 1)[0].lower() in {*OBJECT_STORES, "http", "https"} and ObjectTransport.available():
+        return ObjectTransport(volume, retry)
     return FsspecTransport(volume, retry)
 
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from airdata.errors import TransferError
 from airdata.transport import FileInfo, check_ranges, check_version
+from airdata.transport.parts import size_on_disk
+from airdata.transport.patience import Wanted, within
 from airdata.transport.retry import DEFAULT_RETRY, Retry
 from airdata.volume import Volume, filesystem_type
 
 __all__ = ["LocalTransport"]
 
+T = TypeVar("T")
+
 _COPY_BYTES = 1 << 20
+_ALWAYS_WANTED = Wanted()
 
 
 class LocalTransport:
@@ -23,8 +29,10 @@ class LocalTransport:
     def __init__(self, volume: Volume, retry: Retry = DEFAULT_RETRY) -> None:
         assert volume.directory is not None
         self.volume = volume
+        self.retries = 0
         self._root = volume.directory
         self._retry = retry
+        self._on_network: bool | None = None  # asked of the kernel at the first verb
 
     def _full(self, path: str) -> str:
         if path.startswith("/") or ".." in path.split("/"):
@@ -35,7 +43,7 @@ class LocalTransport:
         pending = [self._full(prefix)]
         while pending:
             folder = pending.pop()
-            for entry in self._retry.call(f"listing {folder}", lambda folder=folder: _scan(folder)):  # type: ignore[misc]
+            for entry in self._call(f"listing {folder}", lambda _, folder=folder: _scan(folder)):  # type: ignore[misc]
                 if entry.is_dir():
                     # A link to a folder is followed only when it cannot lead back up into a loop.
                     if not entry.is_symlink() or not _leads_up(entry.path):
@@ -50,63 +58,85 @@ class LocalTransport:
 
     def directories(self, prefix: str = "") -> Sequence[str]:
         folder = self._full(prefix)
-        entries = self._retry.call(f"listing {folder}", lambda: _scan(folder))
+        entries = self._call(f"listing {folder}", lambda _: _scan(folder))
         return sorted(entry.name for entry in entries if entry.is_dir())
 
     def stat(self, path: str) -> FileInfo:
         full = self._full(path)
-        status = self._retry.call(f"stat of {full}", lambda: os.stat(full))
+        status = self._call(f"stat of {full}", lambda _: os.stat(full))
         return FileInfo(path, status.st_size, f"mtime:{status.st_mtime_ns}")
 
-    def get(self, path: str, destination: str | os.PathLike[str], version: str = "") -> int:
+    def get(self, path: str, destination: str | os.PathLike[str], version: str = "", size: int = -1) -> int:
+        del size  # one stream is as quick as a disk
         full = self._full(path)
 
-        def copy() -> int:
-            with open(full, "rb") as source, open(destination, "wb") as target:
-                shutil.copyfileobj(source, target, _COPY_BYTES)
-                return target.tell()
+        def copy(wanted: Wanted) -> int:
+            with open(full, "rb") as source:
+                wanted.check()
+                with open(destination, "wb") as target:
+                    while chunk := source.read(_COPY_BYTES):
+                        wanted.check()
+                        target.write(chunk)
+                    return target.tell()
 
-        size = self._retry.call(f"reading {full}", copy)
+        copied = self._call(f"reading {full}", copy, lambda: size_on_disk(destination))
         if version:  # a directory has no conditional read, but its times tell of a change before or during ours
             check_version(full, self.stat(path), version)
-        return size
+        return copied
 
     def read(self, path: str) -> bytes:
         full = self._full(path)
 
-        def whole() -> bytes:
+        def whole(_: Wanted) -> bytes:
             with open(full, "rb") as source:
                 return source.read()
 
-        return self._retry.call(f"reading {full}", whole)
+        return self._call(f"reading {full}", whole)
 
     def read_ranges(self, path: str, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
         full = self._full(path)
+        parts: list[bytes] = []
 
-        def parts() -> Sequence[bytes]:
+        def read(wanted: Wanted) -> None:
             with open(full, "rb") as source:
-                return [os.pread(source.fileno(), end - start, start) for start, end in ranges]
+                for start, end in ranges[len(parts) :]:
+                    part = os.pread(source.fileno(), end - start, start)
+                    wanted.check()
+                    parts.append(part)
 
-        return check_ranges(full, ranges, self._retry.call(f"reading {full}", parts))
+        self._call(f"reading {full}", read, lambda: len(parts))
+        return check_ranges(full, ranges, parts)
 
     def put(self, path: str, source: bytes | os.PathLike[str]) -> None:
         full = self._full(path)
-        os.makedirs(os.path.dirname(full), exist_ok=True)
-        if filesystem_type(os.path.dirname(full)).startswith("fuse"):
-            self._retry.call(f"writing {full}", lambda: _write_and_compare(full, source))
-        else:
-            self._retry.call(f"writing {full}", lambda: _write_and_replace(full, source))
+        folder = os.path.dirname(full)
+        self._call(f"writing {full}", lambda _: os.makedirs(folder, exist_ok=True))
+        write = _write_and_compare if filesystem_type(folder).startswith("fuse") else _write_and_replace
+        self._call(f"writing {full}", lambda _: write(full, source), lambda: size_on_disk(full))
 
     def delete(self, path: str) -> None:
         full = self._full(path)
 
-        def remove() -> None:
+        def remove(_: Wanted) -> None:
             try:
                 os.unlink(full)
             except FileNotFoundError:
                 return
 
-        self._retry.call(f"removing {full}", remove)
+        self._call(f"removing {full}", remove)
+
+    def _call(self, what: str, verb: Callable[[Wanted], T], progress: Callable[[], int] | None = None) -> T:
+        if self._on_network is None:
+            self._on_network = not self.volume.in_place
+        if self._on_network:
+            moved, seconds = progress or (lambda: 0), self._retry.deadline
+            return self._retry.call(
+                what, lambda: within(seconds, what, verb, moved), progress=progress, again=self._count
+            )
+        return self._retry.call(what, lambda: verb(_ALWAYS_WANTED), progress=progress, again=self._count)
+
+    def _count(self) -> None:
+        self.retries += 1
 
 
 def _scan(folder: str) -> Sequence[os.DirEntry[str]]:

@@ -1,12 +1,14 @@
-"""S3 through obstore, with fsspec behind it.
+"""S3, Google Cloud Storage, Azure and HTTP through obstore, with fsspec behind it.
+
+    verb ──► may obstore run here? ── no ─────────────────────────────► fsspec
+                 │ yes                                                    ▲
+                 ▼                                                        │
+             obstore ── transient: tries again, a few times ──► still ────┤
+                     ── throttled, permanent, a key it cannot name ───────┘
 
 A GET of 16 KiB costs 0.11 ms of CPU through obstore and 1.64 ms through s3fs: on small files that is the difference
-between one core and many. What the fast path cannot do, the general path does: a key or an option that obstore
-does not know, and any failure. So fsspec's retries and messages are the only ones.
-
-Forks: obstore's runtime threads do not survive one, and a child whose parent has made a request would wait for ever,
-even with a store of its own (lancedb#3339; measured). Hence the fast path is for loader workers, where the many
-small reads are; the process that trains, and forks the workers, keeps to s3fs.
+between one core and many. fsspec has the last word on every failure: it sees what a throttling server asks for
+(obstore does not show headers of an error), and its messages are the ones its users know.
 """
 
 from __future__ import annotations
@@ -14,92 +16,52 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import multiprocessing
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-from airdata.errors import TransferError
-from airdata.transport import FileInfo, check_ranges
+from airdata.errors import SourceChangedError, TransferError
+from airdata.transport import FileInfo, check_ranges, check_version, runtime
+from airdata.transport.chains import CHAINS
+from airdata.transport.clients import Clients
+from airdata.transport.drivers import OBJECT_STORES
+from airdata.transport.failures import Failure, classify, describe, is_throttled
+from airdata.transport.parts import LARGE_BYTES, exactly, size_on_disk
 from airdata.transport.remote import FsspecTransport
-from airdata.transport.retry import DEFAULT_RETRY, Retry, describe
+from airdata.transport.retry import DEFAULT_RETRY, Retry
+from airdata.transport.store_options import plan_store
 from airdata.volume import Volume, safe_url
 
-__all__ = ["S3Transport", "s3_arguments"]
+__all__ = ["ObjectTransport"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CHUNK_BYTES = 8 << 20
-_CLIENT = {
-    "connect_timeout": timedelta(seconds=5),
-    "read_timeout": timedelta(seconds=15),
-    "timeout": timedelta(hours=1),
-}
-_RETRY = {"max_retries": 2, "retry_timeout": timedelta(seconds=20)}
-_GIVE_UP_AFTER = 3  # failures in a row which the general path did not share
+_PAGE_KEYS = 1000
+_TRIES = 3
+_GIVE_UP_AFTER = 3
+# fsspec takes a path of a URL as already quoted and obstore quotes it, so only paths that need none are the same.
+_PLAIN_HTTP = re.compile(r"[A-Za-z0-9._~/-]*")
 
 
-class _Runtime:
-    """Whether obstore has run in this process, and whether it can."""
-
-    used = False
-    lost_in_fork = False
-
-    @classmethod
-    def after_fork(cls) -> None:
-        cls.lost_in_fork = cls.lost_in_fork or cls.used
-
-
-os.register_at_fork(after_in_child=_Runtime.after_fork)
-
-
-def s3_arguments(url: str, options: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """The arguments of obstore's ``S3Store`` that mean the same as a URL and options of s3fs.
-
-    Returns:
-        None when there is an option that has no counterpart, so that only s3fs does what was asked.
-    """
-    parts = urlsplit(url)
-    rest = dict(options)
-    client = dict(rest.pop("client_kwargs", None) or {})
-    endpoint = rest.pop("endpoint_url", None) or client.pop("endpoint_url", None)
-    endpoint = endpoint or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
-    arguments: dict[str, Any] = {
-        "bucket": parts.netloc,
-        "prefix": parts.path.strip("/") or None,
-        "endpoint": endpoint,
-        "region": client.pop("region_name", None),
-        "access_key_id": rest.pop("key", None),
-        "secret_access_key": rest.pop("secret", None),
-        "session_token": rest.pop("token", None),
-        "skip_signature": rest.pop("anon", None) or None,
-        "client_options": {**_CLIENT, "allow_http": str(endpoint or "").startswith("http://")},
-        "retry_config": _RETRY,
-    }
-    if rest or client or not parts.netloc or "@" in parts.netloc:
-        return None
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
-class S3Transport(FsspecTransport):
-    """The frequent verbs of :class:`airdata.transport.Transport` by obstore, and everything else by s3fs."""
+class ObjectTransport(FsspecTransport):
+    """The frequent verbs of :class:`airdata.transport.Transport` by obstore, and everything else by fsspec."""
 
     def __init__(self, volume: Volume, retry: Retry = DEFAULT_RETRY, *, everywhere: bool = False) -> None:
         """Make a transport.
 
         Args:
-            volume: an ``s3://`` volume.
-            retry: of the general path.
-            everywhere: use obstore in any process, not just in children of multiprocessing. Children forked from a
-                process that has used it are slower.
+            volume: a volume in an object store or on an HTTP server.
+            retry: see :class:`airdata.transport.Retry`.
+            everywhere: use obstore in any process, not just where none can be forked. Children forked from a process
+                that has used it have to do without.
         """
         super().__init__(volume, retry)
         self._everywhere = everywhere
-        self._store: tuple[int, Any] | None = None  # (pid, store)
-        self._arguments = s3_arguments(volume.url, volume.storage_options, os.environ)
+        self._stores: Clients[Any] = Clients()
+        self._plan = plan_store(volume.url, volume.storage_options, os.environ)
         self._failures = 0
 
     @staticmethod
@@ -107,39 +69,42 @@ class S3Transport(FsspecTransport):
         """Whether obstore is installed."""
         return importlib.util.find_spec("obstore") is not None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_store": None, "_failures": 0}
+    @property
+    def lists(self) -> bool:
+        """Whether obstore lists this volume with the versions that fsspec shows."""
+        return self._plan is not None and self._plan.lists
 
     def list(self, prefix: str = "") -> Iterator[FileInfo]:
-        def pages(store: Any) -> Sequence[FileInfo]:
-            found = _obstore().list(store, prefix=prefix or None, chunk_size=1000)
-            return [_info(meta) for page in found for meta in page if not meta["path"].endswith("/")]
+        def whole(store: Any) -> list[FileInfo]:
+            return [file for page in self._pages(store, prefix) for file in page]
 
-        return iter(self._fast(prefix, pages, lambda: [*super(S3Transport, self).list(prefix)]))
+        def general() -> list[FileInfo]:
+            return [*super(ObjectTransport, self).list(prefix)]
+
+        return iter(self._fast("listing", prefix, whole, general) if self.lists else general())
+
+    def pages(self, prefix: str = "") -> Iterator[Sequence[FileInfo]]:
+        """Every file below a folder, as the pages come, by obstore alone.
+
+        A page that fails is asked for again, and the listing goes on from where it was.
+
+        Raises:
+            TransferError: obstore does not list this volume, or not in this process, or it failed.
+        """
+        store = self._store() if self.lists else None
+        if store is None:
+            raise TransferError(f"{self._name(prefix)}: obstore cannot list it")
+        return self._pages(store, prefix)
 
     def stat(self, path: str) -> FileInfo:
+        if not self.lists:
+            return super().stat(path)
         return self._fast(
-            path, lambda store: _info(_obstore().head(store, path)), lambda: super(S3Transport, self).stat(path)
+            "stat of", path, lambda s: _info(_obstore().head(s, path)), lambda: super(ObjectTransport, self).stat(path)
         )
-
-    def get(self, path: str, destination: str | os.PathLike[str], version: str = "") -> int:
-        condition = {"if_match": version.removeprefix("etag:")} if version.startswith("etag:") else None
-
-        def download(store: Any) -> int:
-            result = _obstore().get(store, path, options=condition)
-            with open(destination, "wb") as target:
-                target.writelines(result.stream(min_chunk_size=_CHUNK_BYTES))
-                size = target.tell()
-            if size != result.meta["size"]:
-                raise TransferError(f"{self._name(path)}: {result.meta['size']} bytes were announced and {size} came")
-            return size
-
-        return self._fast(path, download, lambda: super(S3Transport, self).get(path, destination, version))
 
     def read(self, path: str) -> bytes:
-        return self._fast(
-            path, lambda s: bytes(_obstore().get(s, path).bytes()), lambda: super(S3Transport, self).read(path)
-        )
+        return self._whole(path, "")
 
     def read_ranges(self, path: str, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
         def parts(store: Any) -> Sequence[bytes]:
@@ -147,50 +112,166 @@ class S3Transport(FsspecTransport):
             found = _obstore().get_ranges(store, path, starts=starts, ends=ends, coalesce=0)
             return check_ranges(self._name(path), ranges, [bytes(part) for part in found])
 
-        return self._fast(path, parts, lambda: super(S3Transport, self).read_ranges(path, ranges))
+        return self._fast("reading", path, parts, lambda: super(ObjectTransport, self).read_ranges(path, ranges))
 
-    def _fast(self, path: str, verb: Callable[[Any], T], general: Callable[[], T]) -> T:
+    def _pages(self, store: Any, prefix: str) -> Iterator[Sequence[FileInfo]]:
+        last: str | None = None
+        stream: Any = None
+
+        def page() -> Sequence[Mapping[str, Any]]:
+            nonlocal stream
+            try:
+                if stream is None:
+                    options = {"offset": last, "chunk_size": _PAGE_KEYS}
+                    stream = _obstore().list(store, prefix=prefix or None, **options)
+                return next(stream, ())
+            except Exception:
+                stream = None
+                raise
+
+        while metas := self._retry.call(f"listing {self._name(prefix)}", page, again=self._count):
+            last = metas[-1]["path"]
+            yield [_info(meta) for meta in metas if not meta["path"].endswith("/")]
+
+    def _get_stream(self, path: str, destination: str | os.PathLike[str], version: str) -> int:
+        large: FileInfo | None = None
+
+        def download(store: Any) -> int:
+            nonlocal large
+            result = _obstore().get(store, path, options=_condition(version))
+            found = _info(result.meta)
+            if found.size >= LARGE_BYTES and self._scheme in OBJECT_STORES:
+                large = found  # nobody told its size; the rest of this answer is not waited for
+                return 0
+            self._check_answer(path, found, version)
+            with open(destination, "wb") as target:
+                target.writelines(result.stream(min_chunk_size=_CHUNK_BYTES))
+                written = target.tell()
+            if written != found.size:
+                raise ConnectionError(f"{found.size} bytes were announced and {written} came")
+            return written
+
+        def general() -> int:
+            return super(ObjectTransport, self)._get_stream(path, destination, version)
+
+        size = self._fast("reading", path, download, general, lambda: size_on_disk(destination))
+        if large is None:
+            return size
+        return self._get_in_parts(path, destination, version or large.version, large.size)
+
+    def _whole(self, path: str, version: str) -> bytes:
+        def content(store: Any) -> bytes:
+            result = _obstore().get(store, path, options=_condition(version))
+            self._check_answer(path, _info(result.meta), version)
+            return bytes(result.bytes())
+
+        return self._fast("reading", path, content, lambda: super(ObjectTransport, self)._whole(path, version))
+
+    def _part(self, path: str, part: tuple[int, int], version: str, moved: Callable[[], int]) -> Any:
+        def read(store: Any) -> Any:
+            result = _obstore().get(store, path, options={**(_condition(version) or {}), "range": part})
+            return exactly(result.bytes(), *part)
+
+        return self._fast(
+            "reading", path, read, lambda: super(ObjectTransport, self)._part(path, part, version, moved), moved
+        )
+
+    def _check_answer(self, path: str, found: FileInfo, version: str) -> None:
+        """Refuse an answer that holds another version; free, since the answer names its own."""
+        if version.split(":", 1)[0] == found.version.split(":", 1)[0]:
+            check_version(self._name(path), found, version)
+        else:  # the two clients call it by different names
+            self._check_version(path, version)
+
+    def _fast(
+        self,
+        verb: str,
+        path: str,
+        use: Callable[[Any], T],
+        general: Callable[[], T],
+        progress: Callable[[], int] | None = None,
+    ) -> T:
         """Do it with obstore if that works, and otherwise as fsspec does it."""
-        store = self._open_store()
+        store = self._store() if self._scheme not in {"http", "https"} or _PLAIN_HTTP.fullmatch(path) else None
         if store is None:
             return general()
-        try:
-            answer = verb(store)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(2, f"{self._name(path)}: no such file") from error
-        except ValueError:
-            return general()  # a key that obstore cannot name, such as one with an empty segment
-        except Exception as error:  # noqa: BLE001 - whatever it is, the general path has the last word on it
-            answer = general()
-            self._failures += 1
-            if self._failures == _GIVE_UP_AFTER:
-                _log.warning(
-                    "%s: obstore keeps failing where s3fs succeeds, so s3fs is used from now on: %s",
-                    safe_url(self.volume.url),
-                    describe(error)[:300],
-                )
-                self._arguments = None
+        tries, given_up = 0, None
+
+        def attempt() -> T | None:
+            nonlocal store, tries, given_up
+            store = self._stores.get(self._open_store)
+            tries += 1
+            try:
+                answer = use(store)
+            except Exception as error:
+                if isinstance(error, FileNotFoundError) or (tries < _TRIES and self._may_recover(error, store)):
+                    raise
+                given_up = error
+                return None
+            self._stores.proved(store)
             return answer
-        self._failures = 0
-        return answer
+
+        answer = self._retry.call(
+            f"{verb} {self._name(path)}",
+            attempt,
+            renew=lambda: self._stores.renew(store, self._open_store),
+            progress=progress,
+            again=self._count,
+        )
+        if given_up is None:
+            return answer  # type: ignore[return-value]
+        self._count()
+        last_word = general()
+        self._note_failure(given_up, store)
+        return last_word
+
+    def _may_recover(self, error: Exception, store: Any) -> bool:
+        """Whether obstore should try again, rather than fsspec."""
+        if isinstance(error, TransferError):
+            return isinstance(error, SourceChangedError)
+        failure = classify(error)
+        if failure is Failure.AUTH:
+            return self._stores.is_proven(store)
+        return failure is Failure.CHANGED or (failure is Failure.TRANSIENT and not is_throttled(error))
+
+    def _note_failure(self, error: Exception, store: Any) -> None:
+        """What obstore could not do fsspec did; a store with which nothing has ever worked is given up."""
+        if isinstance(error, ValueError) or is_throttled(error) or self._stores.is_proven(store):
+            return
+        self._failures += 1
+        if self._failures == _GIVE_UP_AFTER:
+            _log.warning(
+                "%s: obstore keeps failing where fsspec succeeds, so fsspec is used from now on: %s",
+                safe_url(self.volume.url),
+                describe(error)[:300],
+            )
+            self._plan = None
+
+    def _store(self) -> Any:
+        """This process's store; None where obstore must not run, or finds no credentials."""
+        if self._plan is None or not runtime.usable(anywhere=self._everywhere):
+            return None
+        try:
+            return self._stores.get(self._open_store)
+        except (ImportError, LookupError):
+            self._plan = None
+            return None
 
     def _open_store(self) -> Any:
-        a_worker = multiprocessing.parent_process() is not None
-        if self._arguments is None or _Runtime.lost_in_fork or not (a_worker or self._everywhere):
-            return None
-        if self._store is None or self._store[0] != os.getpid():
-            arguments = dict(self._arguments)
-            if "access_key_id" not in arguments and "skip_signature" not in arguments:
-                provider, region = _driver_chain()
-                if provider is None:
-                    return None
-                arguments["credential_provider"] = provider
-                arguments.setdefault("region", region)
+        plan = self._plan
+        if plan is None:
+            raise LookupError("obstore has been given up")
+        arguments = dict(plan.arguments)
+        if plan.chain:
+            found = CHAINS[plan.chain]()
+            if found is None:
+                raise LookupError(f"the {plan.chain} chain has no credentials")
+            provider, facts = found
+            arguments = {**facts, **arguments, "credential_provider": provider}
+        if plan.kind == "S3Store":
             arguments.setdefault("region", "us-east-1")
-            bucket = arguments.pop("bucket")
-            self._store = (os.getpid(), importlib.import_module("obstore.store").S3Store(bucket, **arguments))
-            _Runtime.used = True
-        return self._store[1]
+        runtime.note_use()
+        return getattr(importlib.import_module("obstore.store"), plan.kind)(**arguments)
 
 
 def _obstore() -> Any:
@@ -198,25 +279,19 @@ def _obstore() -> Any:
 
 
 def _info(meta: Mapping[str, Any]) -> FileInfo:
-    etag = meta.get("e_tag")
-    version = f"etag:{etag.strip(chr(34))}" if etag else f"mtime:{meta['last_modified'].timestamp():.6f}"
+    etag, generation = meta.get("e_tag"), meta.get("version")
+    if generation and str(generation).isdigit() and not etag:
+        version = f"generation:{generation}"
+    elif etag:
+        version = f"etag:{etag.strip(chr(34))}"
+    else:
+        version = f"mtime:{meta['last_modified'].timestamp():.6f}"
     return FileInfo(str(meta["path"]), int(meta["size"]), version)
 
 
-def _driver_chain() -> tuple[Callable[[], dict[str, Any]] | None, str | None]:
-    """Credentials from where s3fs finds them (environment, profiles, roles), renewed when they run out."""
-    session = importlib.import_module("botocore.session").Session()
-    credentials = session.get_credentials()
-    if credentials is None:
-        return None, None
-
-    def provide() -> dict[str, Any]:
-        frozen = credentials.get_frozen_credentials()  # renews by itself what is about to expire
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": getattr(credentials, "_expiry_time", None),
-        }
-
-    return provide, session.get_config_variable("region")
+def _condition(version: str) -> dict[str, Any] | None:
+    """What makes the store refuse to send another version."""
+    kind, _, token = version.partition(":")
+    if kind == "etag" and not token.startswith("W/"):  # a weak tag never matches (RFC 9110, section 13.1.1)
+        return {"if_match": f'"{token}"'}
+    return {"version": token} if kind == "generation" else None

@@ -1,12 +1,17 @@
-"""Which failures are worth another try, and when to stop trying.
+"""The one place that tries again, and knows when to stop.
+
+    verb fails ──► Failure.TRANSIENT   wait, again, until nothing has moved for the deadline
+                   Failure.AUTH        wait, renew the client once, again
+                   Failure.CHANGED     SourceChangedError
+                   Failure.PERMANENT   TransferError
 
 Waits grow exponentially with full jitter (a random time between zero and the limit), so that many processes that failed
-together do not return together; see "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
+together do not return together; see "Exponential Backoff And Jitter", AWS Architecture Blog, 2015. A server that says
+how long to wait is obeyed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import random
@@ -15,28 +20,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from airdata.errors import TransferError
+from airdata.errors import AirdataError, SourceChangedError, TransferError
+from airdata.transport.failures import Failure, classify, describe, retry_after
 
-__all__ = ["DEFAULT_RETRY", "Retry", "is_transient"]
+__all__ = ["DEFAULT_RETRY", "Retry", "describe"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_TRANSIENT_ERRNO = frozenset(
-    getattr(errno, name)
-    for name in (
-        "EAGAIN EBUSY ECONNABORTED ECONNREFUSED ECONNRESET EHOSTUNREACH EINTR EIO "
-        "ENETRESET ENETUNREACH EPIPE ESTALE ETIMEDOUT"
-    ).split()
-    if hasattr(errno, name)
-)
-_TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
-# Class names, because the clients that define them must not be imported here.
-_TRANSIENT_NAMES = frozenset(
-    "ClientConnectionError ClientConnectorError ClientOSError ClientPayloadError ConnectTimeout ConnectTimeoutError "
-    "ConnectionClosedError EndpointConnectionError FSTimeoutError HTTPClientError IncompleteRead IncompleteReadError "
-    "ProtocolError ReadTimeout ReadTimeoutError ResponseStreamingError ServerDisconnectedError "
-    "ServerTimeoutError".split()
+# Clients whose tokens run out together must not all ask for new ones in the same instant.
+_RENEWAL_SPREAD = 10
+_REFUSED = (
+    "the credentials were refused. Those in storage_options stay as they are; where they expire, leave them out, so "
+    "that the driver finds and renews its own: "
 )
 
 
@@ -45,79 +41,81 @@ class Retry:
     """How long to keep trying.
 
     Attributes:
-        deadline: seconds without success after which the last error is final.
+        deadline: seconds without success or progress after which the last error is final.
         first_wait: upper limit of the first pause, in seconds; doubled each time.
-        longest_wait: upper limit of any pause, in seconds.
+        longest_wait: upper limit of any pause, in seconds, that the server did not ask for.
     """
 
     deadline: float = 120.0
     first_wait: float = 0.1
     longest_wait: float = 10.0
 
-    def call(self, what: str, verb: Callable[[], T]) -> T:
-        """Run ``verb`` until it returns, fails for good, or the deadline passes.
+    def call(
+        self,
+        what: str,
+        verb: Callable[[], T],
+        *,
+        renew: Callable[[], bool] | None = None,
+        progress: Callable[[], int] | None = None,
+        again: Callable[[], object] | None = None,
+    ) -> T:
+        """Run ``verb`` until it returns, fails for good, or nothing moves until the deadline.
 
         Args:
             what: the verb and path, for messages.
             verb: the operation; must be safe to repeat.
+            renew: opens the client anew, with credentials read anew; False when that would change nothing.
+            progress: how much of the operation is done. Getting further than ever before starts the deadline anew.
+            again: called before each repetition, for those who count.
 
         Raises:
             FileNotFoundError: there is no such file, bucket or folder.
+            SourceChangedError: the file is not the version that was asked for.
             TransferError: any other failure, with the number of attempts and the cause.
         """
-        start, attempt = time.monotonic(), 0
+        start = since = time.monotonic()
+        attempts = waits = furthest = 0
+        renewed = False
         while True:
-            attempt += 1
+            attempts += 1
             try:
                 return verb()
-            except TransferError:
+            except AirdataError:
                 raise
             except FileNotFoundError as error:
                 raise FileNotFoundError(errno.ENOENT, f"{what}: {describe(error)}") from error
             except Exception as error:
-                elapsed = time.monotonic() - start
-                if not is_transient(error) or elapsed >= self.deadline:
-                    tries = f"after {attempt} attempts in {elapsed:.0f} s: " if attempt > 1 else ""
-                    raise TransferError(
-                        getattr(error, "errno", None) or errno.EIO, f"{what}: {tries}{describe(error)}"
-                    ) from error
-                wait = random.uniform(0, min(self.longest_wait, self.first_wait * 2 ** (attempt - 1)))  # noqa: S311
-                wait = min(wait, max(0.0, self.deadline - elapsed))
-                _log.info("%s: attempt %d failed (%s); again in %.2f s", what, attempt, describe(error), wait)
-                time.sleep(wait)
+                failure, now = classify(error), time.monotonic()
+                if progress is not None and (done := progress()) > furthest:
+                    furthest, since, waits = done, now, 0
+                wait, left = self._pause(error, failure, waits), self.deadline - (now - since)
+                may_help = failure is Failure.TRANSIENT or (failure is Failure.AUTH and renew is not None)
+                # A wait that the server asked for is not cut short: coming back early is what it must not see.
+                if not may_help or renewed or left <= 0 or (wait > left and retry_after(error) is not None):
+                    raise self._final(what, error, failure, attempts, now - start) from error
+                _log.info("%s: attempt %d failed (%s); again in %.2f s", what, attempts, describe(error), wait)
+                time.sleep(min(wait, left))
+                waits += 1
+                if failure is Failure.AUTH:
+                    assert renew is not None
+                    if not renew():
+                        raise self._final(what, error, failure, attempts, now - start) from error
+                    renewed = True
+                if again is not None:
+                    again()
+
+    def _pause(self, error: BaseException, failure: Failure, waits: int) -> float:
+        spread = _RENEWAL_SPREAD * self.first_wait if failure is Failure.AUTH else self.first_wait * 2.0**waits
+        pause = random.uniform(0, min(self.longest_wait, spread))  # noqa: S311
+        asked = retry_after(error)
+        return pause if asked is None else asked + pause
+
+    def _final(self, what: str, error: BaseException, failure: Failure, attempts: int, seconds: float) -> TransferError:
+        tries = f"after {attempts} attempts in {seconds:.0f} s: " if attempts > 1 else ""
+        if failure is Failure.CHANGED:
+            return SourceChangedError(f"{what}: it was replaced since the listing; list the volume again")
+        advice = _REFUSED if failure is Failure.AUTH else ""
+        return TransferError(getattr(error, "errno", None) or errno.EIO, f"{what}: {tries}{advice}{describe(error)}")
 
 
 DEFAULT_RETRY = Retry()
-
-
-def is_transient(error: BaseException) -> bool:
-    """Whether the same call may well succeed a moment later."""
-    if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)):
-        return False
-    if isinstance(error, (ConnectionError, TimeoutError, asyncio.TimeoutError)):
-        return True
-    if any(cls.__name__ in _TRANSIENT_NAMES for cls in type(error).__mro__):
-        return True
-    status = _status(error)
-    if status is not None:
-        return status in _TRANSIENT_STATUS
-    return isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO
-
-
-def _status(error: BaseException) -> int | None:
-    """The HTTP status an error of botocore, aiohttp, requests or azure carries, on itself or on its cause."""
-    for link in (error, error.__cause__):
-        response = getattr(link, "response", None)
-        if isinstance(response, dict):
-            response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        else:
-            response = getattr(response, "status_code", None)
-        for value in (response, getattr(link, "status", None), getattr(link, "status_code", None)):
-            if isinstance(value, int):
-                return value
-    return None
-
-
-def describe(error: BaseException) -> str:
-    """Type and message of an error, on one line."""
-    return f"{type(error).__name__}: {error}".replace("\n", " ")

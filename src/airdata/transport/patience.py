@@ -1,0 +1,81 @@
+"""Waiting for a mount, but not for ever.
+
+A read of a mount whose server has gone away blocks in the kernel, where no time-out of ours reaches it. So it runs in a
+thread that can be left behind: it ends when the mount answers, or with the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from airdata.errors import TransferError
+
+__all__ = ["Abandoned", "Wanted", "within"]
+
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.5
+
+
+class Abandoned(Exception):  # noqa: N818 - nobody catches it: it ends a thread
+    """Nobody waits for this work any more."""
+
+
+class Wanted:
+    """Whether somebody still waits for a piece of work; to be asked before it changes anything."""
+
+    def __init__(self) -> None:
+        self.given_up = False
+
+    def check(self) -> None:
+        """Raise Abandoned when nobody waits any more."""
+        if self.given_up:
+            raise Abandoned
+
+
+def within(seconds: float, what: str, verb: Callable[[Wanted], T], progress: Callable[[], int]) -> T:
+    """Run ``verb`` until it returns, or nothing moves for so many seconds.
+
+    Args:
+        seconds: without progress after which it is left behind.
+        what: the verb and path, for messages.
+        verb: the operation; asks its argument before it writes.
+        progress: how far the operation is.
+
+    Raises:
+        TransferError: nothing has moved for so long.
+        Exception: whatever ``verb`` raises.
+    """
+    wanted = Wanted()
+    outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((verb(wanted), None))
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="airdata-mount", daemon=True).start()
+    done, since = progress(), time.monotonic()
+    while True:
+        try:
+            answer, error = outcome.get(timeout=min(_LOOK_SECONDS, seconds))
+        except queue.Empty:
+            now = progress()
+            if now != done:
+                done, since = now, time.monotonic()
+            elif time.monotonic() - since >= seconds:
+                wanted.given_up = True
+                raise TransferError(
+                    errno.ETIMEDOUT,
+                    f"{what}: nothing has moved for {seconds:g} s; is the server behind the mount there?",
+                ) from None
+            continue
+        if error is not None:
+            raise error
+        return answer  # type: ignore[return-value]
