@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import pickle
+import socket
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from airdata import lister
 from airdata.errors import EmptyListingError, ManifestError
-from airdata.manifest import Manifest, listing
-from airdata.manifest.listing import launch_key, list_volume, read_listing
+from airdata.lister import ListerError, list_apart, order_for
+from airdata.manifest import Manifest, reading
+from airdata.manifest.listing import launch_key, list_volume, map_shared
 from airdata.manifest.patterns import Selection
+from airdata.manifest.reading import read_listing
 from airdata.transport import FileInfo, open_transport
 from airdata.volume import Volume
 
@@ -183,7 +192,7 @@ def test_an_empty_listing_names_path_and_pattern_and_what_is_there_instead(tmp_p
 
 
 def test_an_empty_listing_is_asked_again_since_mounts_lag_behind(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(listing, "EMPTY_WAIT", 60.0)
+    monkeypatch.setattr(reading, "EMPTY_WAIT", 60.0)
     looked = threading.Event()
     transport = open_transport(Volume.of(str(tmp_path)))
     inner = transport.list
@@ -271,3 +280,185 @@ def test_the_manifest_directory_is_private(tmp_path, volume) -> None:
     assert len(dataset.manifest) == 3
     directory = os.path.dirname(dataset.manifest._file)
     assert os.stat(directory).st_mode & 0o077 == 0
+
+
+def test_a_large_manifest_is_mapped_from_one_file_by_all_who_were_given_the_same(tmp_path) -> None:
+    names, kept = [f"{number:08d}" for number in range(100_000)], str(tmp_path / "kept")
+    labels = [number % 7 for number in range(100_000)]
+    manifest = Manifest.from_paths(names, columns={"label": labels})
+    first, second = map_shared(manifest, kept), map_shared(Manifest.from_paths(names, columns={"label": labels}), kept)
+    [file] = [name for name in os.listdir(kept) if name.endswith(".arrow")]
+    assert first == second == manifest
+    assert first._file == second._file == os.path.join(kept, file)
+    assert len(pickle.dumps(first)) < 300
+    assert map_shared(first, kept) is first
+    other = map_shared(Manifest.from_paths(names, columns={"label": labels[::-1]}), kept)
+    assert other._file != first._file  # the same files with other labels
+    assert other.columns(0) == {"label": labels[-1]}
+
+
+def test_a_small_manifest_or_one_without_a_directory_travels_as_it_is(tmp_path) -> None:
+    small, large = Manifest.from_paths(["a"]), Manifest.from_paths([f"{number:08d}" for number in range(100_000)])
+    assert map_shared(small, str(tmp_path)) is small
+    assert map_shared(large, None) is large
+    (tmp_path / "file").write_bytes(b"x")
+    assert map_shared(large, str(tmp_path / "file" / "kept")) is large
+
+
+def test_a_source_that_was_changed_is_kept(tmp_path) -> None:
+    manifest = Manifest.from_files([FileInfo("a", 1)], "s3://bucket/data")
+    manifest.source = ""
+    assert manifest.write(str(tmp_path / "m.arrow")).source == ""
+
+
+# --- listing a bucket in a process of its own ---
+
+AWKWARD = [
+    "a b",
+    "c%20d",
+    "e+f",
+    "g#h?i",
+    "é/ü",
+    "~",
+    "a&b<c>'d\"",
+    "x:y",
+    "z=1/part 0",
+    "日本/語",
+    "_SUCCESS",
+    "d/.DS_Store",
+]
+
+
+@pytest.fixture
+def bucket(s3_volume) -> Volume:
+    transport = open_transport(s3_volume)
+    for number, name in enumerate([*AWKWARD, *(f"train/{number:03d}" for number in range(30)), "trainer/x"]):
+        transport.put(name, b"x" * number)
+    return s3_volume
+
+
+def listed_by_fsspec(volume: Volume, selection: Selection) -> Manifest:
+    """With an option that is an object, which cannot be sent to a child."""
+    from aiobotocore.session import AioSession
+
+    options = {**volume.storage_options, "session": AioSession()}
+    transport = open_transport(Volume(volume.url, volume.name, options))
+    assert order_for(transport, selection.prefixes) is None
+    return read_listing(transport, selection, wait=0)
+
+
+@pytest.mark.parametrize("pattern", [None, "train/*", ["train/00*", "é/*"], "**/.DS_Store", lambda path: "a" in path])
+def test_both_ways_to_list_a_bucket_give_the_same_manifest_bit_for_bit(bucket, pattern, caplog) -> None:
+    selection = Selection(pattern)
+    with caplog.at_level(logging.INFO, "airdata"):
+        apart = read_listing(open_transport(bucket), selection, wait=0)
+        counted = [text.partition("(")[2] for text in caplog.messages]
+        caplog.clear()
+        general = listed_by_fsspec(bucket, selection)
+    assert counted == [text.partition("(")[2] for text in caplog.messages]  # one line each, of the same counts
+    assert apart == general
+    assert (apart.fingerprint, apart.source) == (general.fingerprint, general.source)
+    assert all(file.version.startswith("etag:") for file in apart)
+
+
+def test_a_bucket_is_listed_without_any_client_in_this_process(bucket, program, finish) -> None:
+    code = """
+        import json, sys
+        from airdata import UCVolumeDataset
+        print(len(UCVolumeDataset(sys.argv[1], storage_options=json.loads(sys.argv[2])).manifest))
+        print([name for name in ("s3fs", "obstore", "botocore", "torch.cuda") if name in sys.modules])
+    """
+    printed = finish(program(code, bucket.url, json.dumps(dict(bucket.storage_options))))
+    assert printed.split("\n")[:2] == [str(len(AWKWARD) - 2 + 31), "['torch.cuda']"]
+
+
+def test_a_key_that_obstore_cannot_name_is_listed_by_fsspec(bucket, caplog) -> None:
+    open_transport(bucket).put("train//000", b"x")
+    with caplog.at_level(logging.INFO, "airdata"):
+        assert "train//000" in paths(read_listing(open_transport(bucket), Selection("train/**"), wait=0))
+    assert "obstore could not list it, so fsspec does" in caplog.text
+    assert str(bucket.storage_options["endpoint_url"]) not in caplog.text
+
+
+@pytest.fixture
+def silent() -> Iterator[Volume]:
+    """A bucket on a server that accepts and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield Volume.of(
+            "s3://b/d",
+            {"key": "k", "secret": "a-secret", "endpoint_url": f"http://127.0.0.1:{server.getsockname()[1]}"},
+        )
+
+
+def children_that_list() -> list[psutil.Process]:
+    def lists(child: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return "airdata.lister" in " ".join(child.cmdline())
+        return False
+
+    return list(filter(lists, psutil.Process().children()))
+
+
+def test_credentials_reach_neither_the_command_line_nor_the_environment_of_the_child(silent) -> None:
+    order = order_for(open_transport(silent), ("",))
+    assert order is not None
+    assert "a-secret" in order
+    seen: list[bool] = []
+
+    def look() -> None:
+        deadline = time.monotonic() + 60
+        while not (children := children_that_list()):
+            assert time.monotonic() < deadline
+        process = Path("/proc", str(children[0].pid))
+        seen.extend(b"a-secret" in (process / file).read_bytes() for file in ("cmdline", "environ"))
+        children[0].kill()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    with pytest.raises(ListerError, match="exit status -9"):
+        list(list_apart(order))
+    looker.join()
+    assert seen == [False, False]
+
+
+def test_a_child_that_says_nothing_is_given_up(silent) -> None:
+    with pytest.raises(ListerError, match="nothing for 2 s"):
+        list(list_apart(order_for(open_transport(silent), ("",)) or "", stall=2))
+    assert children_that_list() == []
+
+
+@pytest.mark.parametrize("end", ["kill", "nonsense"])
+def test_a_child_that_ends_early_has_listed_nothing(bucket, monkeypatch, end) -> None:
+    program = {
+        "kill": 'import os, signal; print(\'{"files": [["a"], [1], [""]]}\', flush=True); os.kill(os.getpid(), signal.SIGKILL)',
+        "nonsense": "print('oh no', flush=True)",
+    }
+    monkeypatch.setattr(lister, "_PROGRAM", program[end])
+    with pytest.raises(ListerError):
+        list(list_apart(order_for(open_transport(bucket), ("",)) or ""))
+    assert len(read_listing(open_transport(bucket), Selection("train/*"), wait=0)) == 30
+
+
+def test_a_long_listing_says_how_far_it_is_also_while_its_driver_says_nothing(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(reading, "PROGRESS_SECONDS", 0.02)
+
+    class Slow:
+        volume = Volume.of(str(tmp_path))
+
+        def list(self, prefix=""):
+            yield FileInfo("a", 1)
+            deadline = time.monotonic() + 60
+            while "1 files listed in" not in caplog.text:
+                assert time.monotonic() < deadline, "nothing was said"
+                time.sleep(0.01)
+            yield FileInfo("b", 1)
+
+    with caplog.at_level(logging.INFO, "airdata"):
+        assert paths(read_listing(Slow(), Selection(), wait=0)) == ["a", "b"]
+    assert str(tmp_path) in caplog.text
+    assert not [thread for thread in threading.enumerate() if thread.name == "airdata-listing" and not ended(thread)]
+
+
+def ended(thread: threading.Thread) -> bool:
+    thread.join(30)
+    return not thread.is_alive()

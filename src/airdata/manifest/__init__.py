@@ -21,11 +21,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from airdata.errors import ManifestError
+from airdata.manifest.columns import (
+    digest_of,
+    integers,
+    only_chunk,
+    pick,
+    readable,
+    rows_to_table,
+    serialized,
+    sorted_by_path,
+)
 from airdata.transport import FileInfo
 from airdata.volume import Volume
 
@@ -49,14 +58,16 @@ class Manifest(Sequence[FileInfo]):
     def __init__(self, table: pa.Table, file: str | None = None) -> None:
         self._table = table
         self._file = file
-        self._path, self._size, self._version = (_only_chunk(table.column(name)) for name in _OWN)
-        self._extra = {name: _only_chunk(table.column(name)) for name in table.column_names if name not in _OWN}
+        self._path, self._size, self._version = (only_chunk(table.column(name)) for name in _OWN)
+        self._extra = {name: only_chunk(table.column(name)) for name in table.column_names if name not in _OWN}
         metadata = table.schema.metadata or {}
         self.source = (metadata.get(_SOURCE) or b"").decode()
         # Read back only from an Arrow file of our own: to digest a million rows takes 0.2 s and touches every page.
         known = metadata.get(_FINGERPRINT) if file is not None else None
         self.fingerprint = (
-            known.decode() if known else ".".join(_digest(column) for column in (self._path, self._size, self._version))
+            known.decode()
+            if known
+            else ".".join(digest_of(column) for column in (self._path, self._size, self._version))
         )
 
     # --- making one ---
@@ -69,10 +80,10 @@ class Manifest(Sequence[FileInfo]):
         for file in files:
             rows.append(file)
             if len(rows) == _ROWS_AT_ONCE:  # Arrow holds a row in a tenth of what Python objects take
-                batches.append(_rows_to_table(rows))
+                batches.append(rows_to_table(rows))
                 rows = []
-        table = pa.concat_tables([*batches, _rows_to_table(rows)]).combine_chunks()
-        return Manifest(_sorted(table).replace_schema_metadata({_SOURCE: source.encode()}))
+        table = pa.concat_tables([*batches, rows_to_table(rows)]).combine_chunks()
+        return Manifest(sorted_by_path(table).replace_schema_metadata({_SOURCE: source.encode()}))
 
     @staticmethod
     def from_paths(
@@ -107,7 +118,7 @@ class Manifest(Sequence[FileInfo]):
         for name, values in given.items():
             if len(values) != count:
                 raise ManifestError(f"{count} paths and {len(values)} values of {name!r}")
-        table = _sorted(pa.table(given))
+        table = sorted_by_path(pa.table(given))
         if len(table) != count:
             raise ManifestError(f"{count - len(table)} of {count} paths are given more than once")
         return Manifest(table)
@@ -131,10 +142,10 @@ class Manifest(Sequence[FileInfo]):
 
     def take(self, rows: npt.NDArray[np.int64]) -> list[FileInfo]:
         """The files in some rows: a tenth of the cost of asking for each by itself."""
-        sizes = _integers(self._size)[rows].tolist()
+        sizes = integers(self._size)[rows].tolist()
         return [
             FileInfo(os.fsdecode(path), size, version.decode())
-            for path, size, version in zip(_pick(self._path, rows), sizes, _pick(self._version, rows), strict=True)
+            for path, size, version in zip(pick(self._path, rows), sizes, pick(self._version, rows), strict=True)
         ]
 
     def columns(self, row: int) -> dict[str, Any]:
@@ -144,8 +155,25 @@ class Manifest(Sequence[FileInfo]):
     @property
     def total_bytes(self) -> int:
         """The sum of the known sizes."""
-        sizes = _integers(self._size)
+        sizes = integers(self._size)
         return int(sizes[sizes >= 0].sum())
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it lies in a file that other processes map too."""
+        return self._file is not None
+
+    @property
+    def memory_bytes(self) -> int:
+        """What it takes, in memory or in its file."""
+        return int(self._table.nbytes)
+
+    def content_digest(self) -> str:
+        """Changes with anything in it, also the source and the user's own columns."""
+        digest = hashlib.blake2b(f"{self.fingerprint} {self.source}".encode(), digest_size=16)
+        if self._extra:
+            digest.update(serialized(self._table.select(list(self._extra))))
+        return digest.hexdigest()
 
     def difference(self, fingerprint: str) -> str:
         """In words, in what another manifest with this fingerprint differs; "" when it does not."""
@@ -170,7 +198,7 @@ class Manifest(Sequence[FileInfo]):
         from airdata.transport import open_transport  # noqa: PLC0415 - the one place besides load that moves bytes
 
         buffer = io.BytesIO()
-        pq.write_table(_readable(self._table), buffer)
+        pq.write_table(readable(self._table), buffer)
         folder, name = posixpath.split(os.fspath(path))
         open_transport(Volume.of(folder or ".", storage_options)).put(name, buffer.getvalue())
 
@@ -198,11 +226,11 @@ class Manifest(Sequence[FileInfo]):
         for position, kind in enumerate((pa.large_binary(), pa.int64(), pa.large_string())):
             index = table.column_names.index(_OWN[position])
             table = table.set_column(index, _OWN[position], table.column(index).cast(kind))
-        return Manifest(_sorted(table))
+        return Manifest(sorted_by_path(table))
 
     def write(self, file: str) -> Manifest:
         """Write the Arrow file ``file`` in one act and return the manifest that maps it."""
-        metadata = {**(self._table.schema.metadata or {}), _FINGERPRINT: self.fingerprint.encode()}
+        metadata = {_SOURCE: self.source.encode(), _FINGERPRINT: self.fingerprint.encode()}
         table = self._table.replace_schema_metadata(metadata)
         descriptor, part = tempfile.mkstemp(prefix=".", suffix=".part", dir=os.path.dirname(file))
         try:
@@ -231,68 +259,3 @@ class Manifest(Sequence[FileInfo]):
         if self._file is not None:
             return Manifest.map, (self._file,)
         return Manifest, (self._table,)
-
-
-def _rows_to_table(rows: Sequence[FileInfo]) -> pa.Table:
-    return pa.table(
-        {
-            # Binary, because a name on a local disk need not be valid UTF-8.
-            "path": pa.array([os.fsencode(row.path) for row in rows], pa.large_binary()),
-            "size": pa.array([row.size for row in rows], pa.int64()),
-            "version": pa.array([row.version for row in rows], pa.large_string()),
-        }
-    )
-
-
-def _sorted(table: pa.Table) -> pa.Table:
-    """Sorted by path, each path once, every column in one piece."""
-    table = table.take(pc.sort_indices(table.column("path"), sort_keys=[("", "ascending")])).combine_chunks()
-    if len(table) > 1:
-        paths = _only_chunk(table.column("path"))
-        first = pa.concat_arrays([pa.array([True]), pc.not_equal(paths[1:], paths[:-1])])
-        if not pc.all(first).as_py():
-            table = table.filter(first).combine_chunks()
-    return table
-
-
-def _only_chunk(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array, so that a row is found in constant time."""
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks or [pa.array([], column.type)])
-
-
-def _integers(column: pa.Array) -> npt.NDArray[np.int64]:
-    """An int64 column without copying; ``to_numpy`` would import pandas (0.15 s and 24 MiB in every worker)."""
-    return np.frombuffer(column.buffers()[1] or b"", "<i8", len(column), column.offset * 8)
-
-
-def _ends(column: pa.Array) -> npt.NDArray[np.int64]:
-    """Where the values of a large binary or string column begin and end in its content; one more than there are."""
-    if not len(column):
-        return np.zeros(1, np.int64)
-    return np.frombuffer(column.buffers()[1], "<i8", len(column) + 1, column.offset * 8)
-
-
-def _pick(column: pa.Array, rows: npt.NDArray[np.int64]) -> list[bytes]:
-    """Some values of a large binary or string column, straight from its buffers."""
-    ends, view = _ends(column), memoryview(column.buffers()[2] or b"")
-    return [bytes(view[start:end]) for start, end in zip(ends[rows].tolist(), ends[rows + 1].tolist(), strict=True)]
-
-
-def _digest(column: pa.Array) -> str:
-    """A digest of the values, whatever buffers hold them."""
-    digest = hashlib.blake2b(digest_size=6)
-    if pa.types.is_int64(column.type):
-        digest.update(_integers(column).data)
-        return digest.hexdigest()
-    ends = _ends(column)
-    digest.update(np.diff(ends).data)
-    digest.update(memoryview(column.buffers()[2] or b"")[ends[0] : ends[-1]])
-    return digest.hexdigest()
-
-
-def _readable(table: pa.Table) -> pa.Table:
-    """With paths as text for other readers, where they are text."""
-    try:
-        return table.set_column(0, "path", table.column("path").cast(pa.large_string()))
-    except pa.ArrowInvalid:
-        return table

@@ -1,4 +1,4 @@
-"""How a volume becomes a manifest: listed once per node, shared by the ranks of a launch.
+"""Manifests that the processes of a node share: listed once, mapped by all.
 
     rank A ─┐                      ┌─ lists, writes <cache>/manifests/<launch, volume, pattern, turn>.arrow
     rank B ─┼─► lock on one file ──┤
@@ -25,23 +25,21 @@ from collections.abc import Iterator, Mapping
 
 from airdata.errors import EmptyListingError, ManifestError
 from airdata.manifest import Manifest
-from airdata.manifest.patterns import Selection, is_hidden
-from airdata.transport import FileInfo, Transport
-from airdata.volume import Volume, safe_url
+from airdata.manifest.patterns import Selection
+from airdata.manifest.reading import read_listing
+from airdata.transport import Transport
 
-__all__ = ["list_volume", "read_listing"]
+__all__ = ["list_volume", "map_shared"]
 
 _log = logging.getLogger(__name__)
 
-# A mount can lag behind a write by a few seconds.
-EMPTY_WAIT = 5.0
-_EMPTY_PAUSE = 0.25
 _PROGRESS_SECONDS = 5.0
 # Ranks of a launch start within seconds of each other; a listing that began this long before its reader's process did
 # belongs to an earlier launch, whatever its name says (launchers that live long and choose the same port again).
 _START_SPREAD = 60.0
 _LOCK_PAUSE = 0.01
 _LOCK_SECONDS = 3600.0
+_WORTH_SHARING_BYTES = 1 << 20
 _KEPT_SECONDS = 7 * 24 * 3600.0  # the longest a launch runs where launches are bounded
 _LAUNCH_VARIABLES = (
     "MASTER_ADDR MASTER_PORT WORLD_SIZE GROUP_RANK TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT SLURM_JOB_ID "
@@ -93,61 +91,29 @@ def _list_shared(transport: Transport, selection: Selection, directory: str) -> 
     return manifest
 
 
-def read_listing(transport: Transport, selection: Selection, wait: float | None = None) -> Manifest:
-    """List a volume now; an empty answer is asked again until ``wait`` seconds have passed.
+def map_shared(manifest: Manifest, directory: str | None) -> Manifest:
+    """The same manifest, mapped from a file that every process of this node maps which was given the same one.
 
-    Raises:
-        EmptyListingError: no file was found; names the volume and the pattern.
+    Otherwise each rank would hold its own copy, and each spawned worker be sent one: 170 MiB for two million files.
+
+    Args:
+        manifest: in memory, such as one that was loaded. A mapped or a small one is returned as it is.
+        directory: as for :func:`list_volume`.
     """
-    deadline = time.monotonic() + (EMPTY_WAIT if wait is None else wait)
-    while True:
-        start, left_out = time.monotonic(), [0, 0]
-        manifest = Manifest.from_files(_selected(transport, selection, left_out), safe_url(transport.volume.url))
-        if len(manifest):
-            _log.info(
-                "%s: %d files in %.1f s (%d hidden files and markers left out)",
-                transport.volume,
-                len(manifest),
-                time.monotonic() - start,
-                left_out[0],
-            )
-            return manifest
-        if time.monotonic() >= deadline:
-            raise EmptyListingError(_describe_nothing(transport.volume, selection, *left_out))
-        time.sleep(_EMPTY_PAUSE)
-
-
-def _selected(transport: Transport, selection: Selection, left_out: list[int]) -> Iterator[FileInfo]:
-    """The files wanted; counts those left out as hidden, and those of other names."""
-    keeps, take_hidden = selection.keeps(), selection.names_hidden
-    seen, reported = 0, time.monotonic()
-    for prefix in selection.prefixes:
-        for file in transport.list(prefix):
-            seen += 1
-            if time.monotonic() - reported > _PROGRESS_SECONDS:
-                reported = time.monotonic()
-                _log.info("%s: %d files listed so far", transport.volume, seen)
-            if not keeps(file.path):
-                left_out[1] += 1
-            elif not take_hidden and is_hidden(file.path):
-                left_out[0] += 1
-            else:
-                yield file
-
-
-def _describe_nothing(volume: Volume, selection: Selection, hidden: int, others: int) -> str:
-    place = volume.name if volume.name == safe_url(volume.url) else f"{volume.name} ({safe_url(volume.url)})"
-    text = f"{place}: no file matches ({selection})."
-    if hidden or others:
-        text += f" {others} files have other names and {hidden} are hidden or markers."
-        if any("/" not in glob for glob in selection.globs):
-            text += " '*' stays inside a folder: '**/*' also looks into folders inside it."
-    else:
-        text += (
-            " There are no files at all. Is the path right? A mount can lag behind a write: wait until the files are "
-            "visible, or pass manifest=, which needs no listing."
-        )
-    return text
+    if directory is None or manifest.is_mapped or manifest.memory_bytes < _WORTH_SHARING_BYTES:
+        return manifest
+    file = os.path.join(directory, f"{manifest.content_digest()}.arrow")
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        if os.path.exists(file):
+            os.utime(file)  # it is in use: see _sweep
+            return Manifest.map(file)
+        return manifest.write(file)
+    except (OSError, ManifestError) as error:
+        _log.warning("the manifest cannot be shared through %s (%s); this process keeps its own", directory, error)
+        return manifest
+    finally:
+        _sweep(directory)
 
 
 def launch_key(environ: Mapping[str, str]) -> str | None:
@@ -210,7 +176,7 @@ def _locked(file: str | None) -> Iterator[None]:
 
 
 def _sweep(directory: str) -> None:
-    """Remove manifests that nobody can still need by name: a map outlives its file, and names are of one launch."""
+    """Remove manifests that nobody can still need by name: a map outlives its file."""
     oldest = time.time() - _KEPT_SECONDS
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
