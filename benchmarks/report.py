@@ -17,12 +17,14 @@ class Table:
         sides: the measurements of each side, in seconds.
         ratios: (over, under, target): "median of ``over`` / median of ``under``, and the least it should be".
         notes: what else a reader has to know.
+        unit: of the measurements, seconds unless said otherwise.
     """
 
     title: str
     sides: Mapping[str, list[float]]
     ratios: list[tuple[str, str, float]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unit: str = "s"
 
     def median(self, side: str) -> float:
         """The median of one side, in seconds."""
@@ -36,9 +38,8 @@ class Table:
         width = max(map(len, self.sides))
         lines = [self.title]
         for side, times in self.sides.items():
-            lines.append(
-                f"  {side:<{width}}  {statistics.median(times):9.4f} s   ({min(times):.4f} to {max(times):.4f})"
-            )
+            median, low, high = statistics.median(times), min(times), max(times)
+            lines.append(f"  {side:<{width}}  {median:9.4f} {self.unit}   ({low:.4f} to {high:.4f})")
         lines += [
             f"  {over} / {under}: {self.ratio(over, under):.2f}   (target: at least {target:g})"
             for over, under, target in self.ratios
@@ -49,7 +50,7 @@ class Table:
         """What is saved as JSON."""
         return {
             "title": self.title,
-            "seconds": {side: sorted(times) for side, times in self.sides.items()},
+            "seconds" if self.unit == "s" else self.unit: {side: sorted(times) for side, times in self.sides.items()},
             "ratios": {f"{over} / {under}": round(self.ratio(over, under), 3) for over, under, _ in self.ratios},
             "notes": self.notes,
         }
@@ -67,7 +68,7 @@ class Table:
         high = [max(self.sides[name]) - self.median(name) for name in names]
         figure, axis = plt.subplots(figsize=(8, 1 + 0.5 * len(names)), layout="constrained")
         axis.barh(names, medians, xerr=[low, high], color="tab:blue", error_kw={"lw": 1, "capsize": 3})
-        axis.set(xlabel="seconds, median and range", title=self.title)
+        axis.set(xlabel=f"{self.unit}, median and range", title=self.title)
         axis.grid(axis="x", alpha=0.3)
         figure.savefig(path, dpi=110)
         plt.close(figure)

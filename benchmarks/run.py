@@ -1,13 +1,14 @@
 """Run the benchmarks, print their tables, and save results and plots under ``benchmarks/results``.
 
-Each question is a file of its own; its ``measure(rounds)`` returns a `Table`. Both sides of a ratio are measured in one
-run, in turns, and the medians are compared: machines are shared and noisy.
+Each question is a file of its own; its ``measure(rounds)`` returns a `Table`, or several. Both sides of a ratio are
+measured in one run, in turns, and the medians are compared: machines are shared and noisy.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import json
 import os
 import platform
@@ -27,12 +28,14 @@ def questions() -> dict[str, Path]:
     }
 
 
-def measure(path: Path, rounds: int) -> Table:
+def measure(path: Path, rounds: int, *, quick: bool) -> list[Table]:
     """Run one question."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.measure(rounds)
+    knows_quick = "quick" in inspect.signature(module.measure).parameters
+    found = module.measure(rounds, **({"quick": quick} if knows_quick else {}))
+    return [found] if isinstance(found, Table) else found
 
 
 def main() -> None:
@@ -40,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(questions())}; default: all")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
+    parser.add_argument("--quick", action="store_true", help="see that it runs: the data benchmarks, with little data")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     unknown = set(options.names) - set(questions())
@@ -48,11 +52,12 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
     for name in options.names or questions():
-        table = measure(questions()[name], options.rounds)
-        print(f"\n{name}\n{table}", flush=True)
-        target = options.out / name.replace("/", "-")
-        target.with_suffix(".json").write_text(json.dumps({**machine, **table.as_dict()}, indent=1) + "\n")
-        table.plot(target.with_suffix(".png"))
+        tables = measure(questions()[name], options.rounds, quick=options.quick)
+        for number, table in enumerate(tables):
+            print(f"\n{name}\n{table}", flush=True)
+            target = options.out / (name.replace("/", "-") + (f"-{number + 1}" if len(tables) > 1 else ""))
+            target.with_suffix(".json").write_text(json.dumps({**machine, **table.as_dict()}, indent=1) + "\n")
+            table.plot(target.with_suffix(".png"))
 
 
 if __name__ == "__main__":

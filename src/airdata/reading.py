@@ -6,7 +6,7 @@ places of the order ──► rows of the manifest ──► prefetch ──► 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,10 +16,9 @@ from airdata.cache import CachedFile
 from airdata.errors import BadFilesError, FetchError, StalledError
 from airdata.files import Entry, Files, Leases, Yields, to_sample
 from airdata.metrics import Counters
-from airdata.order import EpochOrder, mix
+from airdata.order import Positions, mix
 from airdata.prefetch import Prefetcher
 from airdata.state import Place, Start
-from airdata.topology import Topology
 from airdata.transport import FileInfo
 
 __all__ = ["OnError", "Reader", "Reading"]
@@ -67,12 +66,12 @@ class Reader:
         self._leases.release()
         self._bad.clear()
         files, reading, epoch, passed = self._files, self._reading, place.epoch, place.passed
-        order = EpochOrder(reading.seed, epoch, len(files), shuffle=reading.shuffle)
+        order = files.order(reading.seed, epoch, shuffle=reading.shuffle, groups=start.groups)
         blocks = start.schedule(len(files), epoch).positions(start.rank, role, start.workers, passed)
         plan = (
             (position, entry)
             for block in blocks
-            for position, entry in zip(block.tolist(), files.take(order[block]), strict=True)
+            for position, entry in zip(block.tolist(), files.take(order(block)), strict=True)
         )
         for position, file, outcome in self._outcomes(plan, start.local_world_size * start.workers):
             passed += 1
@@ -91,19 +90,20 @@ class Reader:
             self.place = Place(epoch, passed)
             yield sample
 
-    def warm(self, topology: Topology, *, progress: bool) -> Counters:
-        """Bring this process's share of its node's files into the cache."""
+    def warm(self, rows: Sequence[int] | Positions, sharers: int, *, progress: bool) -> Counters:
+        """Bring some files into the cache, as one of so many processes of a node that do."""
         counters = Counters()
         if self._files.in_place:
             return counters
-        rows = range(topology.local_rank, len(self._files), topology.local_world_size)
-        prefetcher = self._prefetcher(((row, self._files[row]) for row in rows), topology.local_world_size, counters)
+        retries = self._files.retries
+        prefetcher = self._prefetcher(((row, self._files[row]) for row in map(int, rows)), sharers, counters)
         with tqdm(total=len(rows), desc="airdata: warming", unit="file", disable=not progress) as bar:
             for _, file, outcome in prefetcher:
                 if isinstance(outcome, Exception):
                     raise self._error(file, outcome) from outcome
                 outcome.release()
                 bar.update()
+        counters.retries = self._files.retries - retries
         return counters
 
     def check_bad_files(self, count: int) -> None:
@@ -121,9 +121,12 @@ class Reader:
                 yield position, entry, self._open_in_place(entry)
             return
         prefetcher = self._prefetcher(plan, sharers, self.counters)
+        retries = self._files.retries
         try:
             for position, file, outcome in prefetcher:
                 assert isinstance(file, Entry)
+                retries, before = self._files.retries, retries
+                self.counters.retries += retries - before
                 yield position, file, outcome
         finally:
             prefetcher.close()
@@ -146,6 +149,7 @@ class Reader:
             max_files=max(1, self._reading.prefetch // sharers),
             max_bytes=max(1, self._reading.prefetch_bytes // sharers),
             timeout=STALL_SECONDS,
+            find=self._files.find,
             counters=counters,
         )
 

@@ -29,7 +29,7 @@ class RecordingTransport(LocalTransport):
         super().__init__(Volume.of(str(directory)))
         self.fetched: list[str] = []
 
-    def get(self, path: str, destination: str | os.PathLike[str], version: str = "") -> int:
+    def get(self, path: str, destination: str | os.PathLike[str], version: str = "", size: int = -1) -> int:
         self.fetched.append(path)
         return super().get(path, destination, version)
 
@@ -332,6 +332,99 @@ def test_two_sources_of_one_run_do_not_drive_each_other_out(tmp_path, make_files
         fill(cache, *train[:2])
         fill(cache, *valid[:2])
     assert len(train[0].fetched) == 4
+
+
+def change(directory: Path, files: list[FileInfo], day: int) -> None:
+    for file in files:
+        path = directory / file.path
+        path.write_bytes(bytes([day]) * file.size)
+        os.utime(path, ns=(day, day))
+
+
+def test_a_source_that_changes_every_day_does_not_fill_the_cache_with_dead_versions(
+    tmp_path, make_files, directory
+) -> None:
+    transport, files, size = volume_of(tmp_path, make_files, "daily")
+    for day in range(1, 5):
+        change(tmp_path / "daily", files, day)
+        listed = sorted(transport.list(), key=lambda file: file.path)
+        clear_looked_at(directory)  # a day has passed
+        # Room for one day and a half, so the third day finds none unless the first has made it.
+        cache = VolumeCache(directory, max_bytes=size * 3 // 2, min_free_bytes=0)
+        fill(cache, transport, listed)
+        transport.fetched.clear()
+        fill(cache, transport, listed)
+        if day != 2:
+            assert len(transport.fetched) <= len(files) // 2, f"day {day}"
+    assert cache.info().bytes <= size * 3 // 2
+
+
+def clear_looked_at(directory: Path) -> None:
+    import diskcache
+
+    if (directory / "catalogue").is_dir():
+        with diskcache.Cache(directory / "catalogue") as catalogue:
+            for key in list(catalogue):
+                if str(key).startswith("looked at"):
+                    del catalogue[key]
+
+
+def test_an_old_version_that_is_read_stays(tmp_path, make_files, directory) -> None:
+    transport, files, size = volume_of(tmp_path, make_files, "daily")
+    old = VolumeCache(directory, max_bytes=size, min_free_bytes=0)
+    fill(old, transport, files)
+    lease = old.open(transport, files[0])
+    change(tmp_path / "daily", files, 1)
+    new = VolumeCache(directory, max_bytes=size, min_free_bytes=0)
+    fill(new, transport, sorted(transport.list(), key=lambda file: file.path))
+    assert os.path.exists(lease.local_path)
+    assert cache_info(directory).files == len(files)
+    lease.release()
+
+
+def test_what_was_not_read_for_weeks_makes_room_and_the_rest_stays(tmp_path, make_files, directory) -> None:
+    transport, files, size = volume_of(tmp_path, make_files, "window")
+    fill(VolumeCache(directory, max_bytes=size, min_free_bytes=0), transport, files)
+    long_ago = (Path(directory).stat().st_mtime_ns - 30 * 24 * 3600 * 10**9,) * 2
+    for folder, _, names in os.walk(directory / "files"):
+        for name in names:
+            if name == os.path.basename(files[0].path):
+                os.utime(os.path.join(folder, name), ns=long_ago)
+    cache = VolumeCache(directory, max_bytes=size, min_free_bytes=0)
+    assert [cache.find(transport, file) is not None for file in files] == [False, True, True, True]
+
+
+def test_a_cache_with_room_keeps_old_versions(tmp_path, make_files, directory) -> None:
+    transport, files, _ = volume_of(tmp_path, make_files, "daily")
+    fill(VolumeCache(directory, min_free_bytes=0), transport, files)
+    change(tmp_path / "daily", files, 1)
+    changed = sorted(transport.list(), key=lambda file: file.path)
+    fill(VolumeCache(directory, min_free_bytes=0), transport, changed)
+    assert all(VolumeCache(directory, min_free_bytes=0).find(transport, file) for file in [*files, *changed])
+
+
+def test_find_answers_only_with_what_is_here(transport, files, source, directory) -> None:
+    cache = VolumeCache(directory, min_free_bytes=0)
+    assert cache.find(transport, files[0]) is None
+    cache.open(transport, files[0]).release()
+    lease = cache.find(transport, files[0])
+    assert lease is not None
+    assert lease.hit
+    assert content(lease) == source[files[0].path]
+    assert clear_cache(directory) == 0, "it is leased"
+    lease.release()
+    Path(lease.local_path).write_bytes(b"damaged")
+    assert cache.find(transport, files[0]) is None
+    assert clear_cache(directory) > 0
+    assert transport.fetched == [files[0].path]
+
+
+def test_find_in_a_directory_that_cannot_be_used_finds_nothing_and_says_nothing(
+    transport, files, directory, caplog
+) -> None:
+    directory.write_text("not a directory")
+    assert VolumeCache(directory).find(transport, files[0]) is None
+    assert caplog.records == []
 
 
 # --- the directory ---

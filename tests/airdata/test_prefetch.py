@@ -108,12 +108,12 @@ def test_files_that_arrive_out_of_order_are_delivered_in_order(source) -> None:
     opener.join()
 
 
-def test_no_more_than_max_files_are_in_flight(source) -> None:
+def test_the_line_ends_four_times_max_files_ahead_of_the_consumer(source) -> None:
     names = [f"f{n}" for n in range(30)]
     items = iter(prefetcher(plan(*names), source, max_files=4))
     next(items)
-    # One is delivered; four may be under way or wait for the consumer.
-    assert settled(source) <= 5
+    # One is delivered; four times four may be under way or wait for the consumer.
+    assert settled(source) == 17
     rest = [file.path for _, file, _ in items]
     assert rest == names[1:]
 
@@ -152,12 +152,42 @@ def test_no_more_than_max_bytes_are_in_flight_and_a_larger_file_goes_alone(sourc
     assert out == ["a", "b", "huge", "c"]
 
 
-def test_a_cache_that_always_hits_is_served_by_few_threads(source) -> None:
+def here(*paths: str) -> Callable[[FileInfo], CachedFile | None]:
+    """A cache that holds these files."""
+    return lambda file: CachedFile(f"/cache/{file.path}", file.size, hit=True) if file.path in paths else None
+
+
+def test_what_is_on_local_disk_already_needs_no_thread(source) -> None:
+    names = [f"f{n}" for n in range(300)]
     before = threading.active_count()
-    most = 0
-    for _ in prefetcher(plan(*[f"f{n}" for n in range(300)]), source, max_files=64):
-        most = max(most, threading.active_count() - before)
-    assert most < 32
+    for number, (_, file, lease) in enumerate(prefetcher(plan(*names), source, max_files=64, find=here(*names))):
+        assert file.path == names[number]
+        assert lease == CachedFile(f"/cache/{file.path}", file.size, hit=True)
+        assert threading.active_count() == before
+    assert source.started == []
+
+
+def test_files_behind_those_that_are_here_are_fetched_meanwhile(source) -> None:
+    names = [f"f{n}" for n in range(12)]
+    items = iter(prefetcher(plan(*names), source, max_files=3, find=here(*names[:9])))
+    assert next(items)[1].path == "f0"
+    until(lambda: sorted(source.finished) == ["f10", "f11", "f9"])
+    assert [file.path for _, file, _ in items] == names[1:]
+    assert sorted(source.started) == ["f10", "f11", "f9"]
+
+
+def test_a_late_file_does_not_stop_the_fetches_behind_it(source) -> None:
+    names = [f"f{n}" for n in range(50)]
+    source.hold("f0")
+    items = iter(prefetcher(plan(*names), source, max_files=8))
+    consumer = threading.Thread(target=lambda: [file.path for _, file, _ in items])
+    consumer.start()
+    # Eight at once, one of them held, and four times as many places in line.
+    until(lambda: len(source.finished) == 31)
+    assert settled(source) == 32
+    source.gates["f0"].set()
+    consumer.join(60)
+    assert not consumer.is_alive()
 
 
 def test_the_plan_is_read_no_further_than_needed(source) -> None:
@@ -173,7 +203,7 @@ def test_the_plan_is_read_no_further_than_needed(source) -> None:
     items = iter(prefetcher(endless(), source, max_files=4))
     assert [next(items)[0] for _ in range(10)] == list(range(10))
     settled(source)
-    assert len(taken) <= 10 + 4 + 1
+    assert len(taken) <= 10 + 4 * 4 + 1
     items.close()
 
 
@@ -274,7 +304,7 @@ def test_a_disk_without_room_for_one_file_is_an_error_with_each_item() -> None:
 
 def test_closing_the_iterator_stops_at_once_and_releases_what_was_not_delivered(source) -> None:
     source.hold("late")
-    items = iter(prefetcher(plan("a", "b", "c", "late", "never"), source, max_files=4))
+    items = iter(prefetcher(plan("a", "b", "c", "late", "never"), source, max_files=1))
     lease = next(items)[2]
     until(lambda: {"b", "c"} <= set(source.finished) and "late" in source.started)
     start = time.monotonic()

@@ -41,7 +41,7 @@ class SlowTransport(LocalTransport):
         self.delay = delay
         self.pieces = pieces
 
-    def get(self, path: str, destination: str | os.PathLike[str], version: str = "") -> int:
+    def get(self, path: str, destination: str | os.PathLike[str], version: str = "", size: int = -1) -> int:
         with self.log.open("ab", buffering=0) as log:
             log.write(f"{path}\n".encode())
         content = (Path(self._root) / path).read_bytes()
@@ -379,6 +379,55 @@ def test_what_dead_processes_and_broken_disks_leave_is_swept_or_replaced(transpo
     assert os.listdir(layout.trash) == ["mine"]
     assert not passing.exists()
     assert cache.info().bytes == sum(file.size for file in files)
+
+
+# --- several users ---
+
+
+def test_users_of_one_machine_do_not_meet(contents, monkeypatch) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to be two other users")
+    # Imported now, since the other users may not be allowed to read where packages lie.
+    import encodings.ascii  # noqa: F401
+
+    import diskcache  # noqa: F401
+
+    shared = Path(tempfile.mkdtemp(prefix="airdata-users-", dir="/tmp"))
+    shared.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    for name in ("AIRDATA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    volume = shared / "volume"
+    volume.mkdir()
+    content = next(iter(contents.values()))
+    (volume / "one.bin").write_bytes(content)
+    (volume / "one.bin").chmod(0o644)
+    transport = LocalTransport(Volume.of(str(volume)))
+    file = transport.stat("one.bin")
+    users = (54321, 54322)
+    gate = processes.Barrier(len(users))
+
+    def use(number: int) -> tuple[str, bool, int]:
+        os.setgroups([])
+        os.setresgid(users[number], users[number], users[number])
+        os.setresuid(users[number], users[number], users[number])
+        monkeypatch.setenv("HOME", "/proc/no-home")  # as for a service: none to write in
+        cache = VolumeCache(airdata.cache.scratch_directory(), min_free_bytes=0)
+        with cache.open(transport, file) as lease:
+            same = read(lease.local_path) == content
+            gate.wait(60)  # both are there now
+            with pytest.raises(PermissionError):
+                os.listdir(f"{shared}/airdata-{users[1 - number]}")
+            gate.wait(60)
+            return lease.local_path, same, os.stat(cache.directory).st_mode & 0o777
+
+    try:
+        for number, (local_path, same, mode) in enumerate(in_processes(2, use)):
+            assert local_path.startswith(f"{shared}/airdata-{users[number]}/")
+            assert same
+            assert mode == 0o700
+    finally:
+        subprocess.run(["rm", "-r", str(shared)], check=True)
 
 
 # --- short of disk ---

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from airdata.cache.catalogue import Catalogue
+from airdata.cache.in_place import file_in_place, lies_in_place
 from airdata.cache.lease import CachedFile
 from airdata.cache.root import (
     DIRECTORY_VARIABLE,
@@ -36,11 +37,20 @@ from airdata.cache.root import (
 from airdata.cache.store import DiskTroubleError, LocksUselessError, Store
 from airdata.cache.upkeep import SourceInfo, measure
 from airdata.cache.usage import Limits
-from airdata.errors import FetchError, SourceChangedError, TransferError
+from airdata.errors import FetchError
 from airdata.transport import FileInfo, Transport
-from airdata.volume import Volume, safe_url
+from airdata.volume import safe_url
 
-__all__ = ["CacheInfo", "CachedFile", "SourceInfo", "VolumeCache", "cache_info", "clear_cache", "open_file"]
+__all__ = [
+    "CacheInfo",
+    "CachedFile",
+    "SourceInfo",
+    "VolumeCache",
+    "cache_info",
+    "clear_cache",
+    "find_file",
+    "open_file",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -155,6 +165,18 @@ class VolumeCache:
             file.path,
         ) from troubles[0]
 
+    def find(self, transport: Transport, file: FileInfo) -> CachedFile | None:
+        """The file if it lies in the cache already; None, at once, if it does not. For who can do better than wait.
+
+        Args:
+            transport: of the volume that holds the file.
+            file: from a listing of the volume.
+        """
+        try:
+            return self._store(self.directory).find(transport, file)
+        except OSError:
+            return None  # :meth:`open` meets the same trouble, and knows what to do about it
+
     def info(self) -> CacheInfo:
         """What lies in the cache. Looks at every file; makes nothing."""
         layout = Layout(self.root)
@@ -246,10 +268,14 @@ def open_file(cache: VolumeCache | None, transport: Transport, file: FileInfo) -
         TransferError: the source could not be read.
         FetchError: there is no place on this machine to put the file.
     """
-    directory = transport.volume.directory
-    if directory is not None and _is_in_place(transport.volume):
-        return _in_place(directory, file)
+    if lies_in_place(transport.volume):
+        return file_in_place(transport.volume, file)
     return (_scratch(scratch_directory()) if cache is None else cache).open(transport, file)
+
+
+def find_file(cache: VolumeCache | None, transport: Transport, file: FileInfo) -> CachedFile | None:
+    """What :func:`open_file` would return, if that is on local disk already; None, at once, if it must be fetched."""
+    return None if cache is None else cache.find(transport, file)
 
 
 def cache_info(directory: str | os.PathLike[str] | None = None) -> CacheInfo:
@@ -260,26 +286,6 @@ def cache_info(directory: str | os.PathLike[str] | None = None) -> CacheInfo:
 def clear_cache(directory: str | os.PathLike[str] | None = None) -> int:
     """Remove the files of a cache, by default the user's, that no process reads now; return the bytes freed."""
     return VolumeCache(directory).clear()
-
-
-def _in_place(directory: str, file: FileInfo) -> CachedFile:
-    if file.path.startswith("/") or ".." in file.path.split("/"):
-        raise TransferError(f"{file.path!r} leaves the volume {directory}")
-    path = f"{directory}/{file.path}"
-    try:
-        size = os.stat(path).st_size
-    except FileNotFoundError as error:
-        raise SourceChangedError(f"{path}: it was listed with {file.size} bytes and is gone") from error
-    except OSError as error:
-        raise TransferError(error.errno, f"{path}: {error}") from error
-    if size != file.size:
-        raise SourceChangedError(f"{path}: it was listed with {file.size} bytes and has {size}; list the volume again")
-    return CachedFile(path, size, hit=True)
-
-
-@functools.lru_cache(maxsize=64)
-def _is_in_place(volume: Volume) -> bool:
-    return volume.in_place  # reads the mount table, which takes longer than a hit
 
 
 @functools.lru_cache(maxsize=4)

@@ -57,6 +57,12 @@ class Catalogue:
             if known is None or now - known.last_used > _FRESH_SECONDS:
                 database.set(generation, json.dumps({"source": source, "last_used": now}))
 
+    def is_due(self, generation: str, seconds: float) -> bool:
+        """Whether a source's entries were not looked at for so long; if so, they count as looked at now."""
+        with self._tolerant(), self._open() as database:
+            return bool(database.add(f"looked at {generation}", value=True, expire=seconds))
+        return False
+
     def forget(self, generation: str) -> None:
         """A source's files are gone."""
         with self._tolerant(), self._open() as database:

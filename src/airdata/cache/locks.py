@@ -160,8 +160,10 @@ _open_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    # A forked child shares the description: its copy would keep the locks of a parent that has died.
+    # A forked child shares the description: its copy would keep the locks of a parent that has died. What it inherits
+    # of locks is a table without force, and may be given back.
     for file in list(_open_files):
+        file._mutex = threading.Lock()  # noqa: SLF001 - the module's own class; another thread may have held it
         file.close()
 
 

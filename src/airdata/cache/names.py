@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from airdata.transport import FileInfo
 
@@ -34,8 +34,7 @@ _PLAIN = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}/){0,9}[A-Za-z0-9_-][A
 _FIRST_LOCK_BYTE = 1024
 
 
-@dataclass(frozen=True)
-class EntryName:
+class EntryName(NamedTuple):
     """Where one version of one file lies.
 
     Attributes:

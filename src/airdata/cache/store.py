@@ -21,8 +21,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 from airdata.cache.catalogue import Catalogue
+from airdata.cache.download import download, grows, size_on_disk
 from airdata.cache.lease import CachedFile
 from airdata.cache.locks import LockFile, locks_exclude, wait_for
 from airdata.cache.names import EntryName, entry_name, generation_name, lock_bytes
@@ -30,7 +32,7 @@ from airdata.cache.root import prepare_root, remove_tree
 from airdata.cache.transit import in_transit
 from airdata.cache.upkeep import Upkeep
 from airdata.cache.usage import Limits, Usage
-from airdata.errors import AirdataError, SourceChangedError
+from airdata.errors import AirdataError
 from airdata.transport import FileInfo, Transport
 from airdata.volume import safe_url
 
@@ -43,8 +45,8 @@ _LOCAL_ERRNO = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETO
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # How long nothing is asked again that was just refused: a full disk, or room that nobody could make.
 _REST_SECONDS = 30.0
-# A remover holds its lock for one rename.
-_SHARE_SECONDS = 10.0
+# A remover holds its lock for one rename, or while it looks at every entry of one source: half a minute for a million.
+_SHARE_SECONDS = 60.0
 
 
 class DiskTroubleError(OSError):
@@ -53,6 +55,20 @@ class DiskTroubleError(OSError):
 
 class LocksUselessError(OSError):
     """Locks on this filesystem keep nobody out."""
+
+
+class _Source(NamedTuple):
+    """What every look-up of a source's files needs.
+
+    Attributes:
+        generation: the name of its folder.
+        lease: the byte of the lock file that its readers share.
+        release: gives one share of it back.
+    """
+
+    generation: str
+    lease: int
+    release: Callable[[], None]
 
 
 class Store:
@@ -85,7 +101,7 @@ class Store:
         self._run_start = run_start
         self._patience = patience
         self._longest_name = os.pathconf(self.layout.root, "PC_NAME_MAX")
-        self._generations: dict[str, str] = {}
+        self._sources: dict[str, _Source] = {}  # by URL
         self._mutex = threading.Lock()
         self._no_room_until = 0.0
         self._full_until = 0.0
@@ -109,40 +125,50 @@ class Store:
                 self._full_until = time.monotonic() + _REST_SECONDS
             raise DiskTroubleError(error.errno or errno.EIO, f"{error}", self.layout.root) from error
 
+    def find(self, transport: Transport, file: FileInfo) -> CachedFile | None:
+        """The file if it is here to stay; None if not, or if to know would take waiting.
+
+        Raises:
+            OSError: the cache's own disk failed.
+        """
+        source = self._source(transport)
+        if not self._locks.share(source.lease):
+            return None
+        path = self.layout.entry(entry_name(source.generation, file, self._longest_name))
+        if size_on_disk(path) == file.size:
+            return self._staying(path, file, source, hit=True)
+        self._locks.release(source.lease)
+        return None
+
     def clear(self) -> int:
         """Remove every file that nobody reads or writes; return the bytes freed."""
         return self._upkeep.clear()
 
     def _open(self, transport: Transport, file: FileInfo) -> CachedFile:
-        generation = self._generation(transport)
-        name = entry_name(generation, file, self._longest_name)
+        source = self._source(transport)
+        name = entry_name(source.generation, file, self._longest_name)
         path = self.layout.entry(name)
-        lease = lock_bytes(generation)[1]
-        self._share(lease)
+        self._share(source.lease)
         try:
-            if _size(path) == file.size:
-                return self._staying(path, file, lease, hit=True)
+            if size_on_disk(path) == file.size:
+                return self._staying(path, file, source, hit=True)
             with self._flight(name, file):
-                if _size(path) == file.size:
-                    return self._staying(path, file, lease, hit=True)
-                if self._admit(file.size, generation):
+                if size_on_disk(path) == file.size:
+                    return self._staying(path, file, source, hit=True)
+                if self._admit(file.size, source.generation):
                     self._fetch_to_stay(transport, file, name, path)
-                    return self._staying(path, file, lease, hit=False)
+                    return self._staying(path, file, source, hit=False)
                 passing = self._pass_through(transport, file, name)
         except BaseException:
-            self._locks.release(lease)
+            self._locks.release(source.lease)
             raise
-        self._locks.release(lease)
+        self._locks.release(source.lease)
         return passing
 
     # --- leases ---
 
-    def _staying(self, path: str, file: FileInfo, lease: int, *, hit: bool) -> CachedFile:
-        return CachedFile(path, file.size, hit, partial(self._release, lease))
-
-    def _release(self, lease: int) -> None:
-        if os.getpid() == self.pid:  # a forked copy of a lease is the parent's to release
-            self._locks.release(lease)
+    def _staying(self, path: str, file: FileInfo, source: _Source, *, hit: bool) -> CachedFile:
+        return CachedFile(path, file.size, hit, source.release)
 
     def _end_passing(self, name: EntryName) -> None:
         if os.getpid() != self.pid:
@@ -166,24 +192,27 @@ class Store:
 
     # --- fetching ---
 
-    def _generation(self, transport: Transport) -> str:
+    def _source(self, transport: Transport) -> _Source:
         url = transport.volume.url
-        generation = self._generations.get(url)
-        if generation is None:
+        source = self._sources.get(url)
+        if source is None:
             with self._mutex:
                 generation = generation_name(url)
-                if url not in self._generations:
+                lease = lock_bytes(generation)[1]
+                source = _Source(generation, lease, partial(self._locks.release, lease))
+                if url not in self._sources:
                     os.makedirs(os.path.join(self.layout.files, generation), mode=0o700, exist_ok=True)
+                    self._upkeep.remove_dead(generation, self.limits)
                     self._catalogue.note(generation, safe_url(url))
-                    self._generations[url] = generation
-        return generation
+                    self._sources[url] = source
+        return source
 
     @contextlib.contextmanager
     def _flight(self, name: EntryName, file: FileInfo) -> Iterator[None]:
         """Be the only one, in any thread or process, who fetches this entry."""
         byte, part = lock_bytes(name.digest)[0], self.layout.part(name)
         with in_transit(file, part):
-            if not wait_for(lambda: self._locks.exclude(byte), _grows(part, self._patience)):
+            if not wait_for(lambda: self._locks.exclude(byte), grows(part, self._patience)):
                 raise DiskTroubleError(
                     errno.EBUSY,
                     f"another process fetches {file.path} and has got no byte for {self._patience:g} s",
@@ -224,7 +253,7 @@ class Store:
         path = self.layout.passing(name)
         self._share(lock_bytes(name.digest)[1])
         try:
-            hit = _size(path) == file.size
+            hit = size_on_disk(path) == file.size
             if not hit:
                 self._fetch(transport, file, self.layout.part(name), path)
         except BaseException:
@@ -242,7 +271,7 @@ class Store:
         try:
             # Here, so that what is wrong with the disk shows before the source is asked.
             self._make_part(part)
-            _download(transport, file, part)
+            download(transport, file, part)
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             # No fsync: after a power cut the entry may be short, and the size is checked at every hit.
             os.replace(part, path)
@@ -250,40 +279,3 @@ class Store:
             with contextlib.suppress(OSError):
                 os.unlink(part)
             raise
-
-
-def _download(transport: Transport, file: FileInfo, part: str) -> None:
-    source = safe_url(transport.volume.join(file.path))
-    try:
-        transport.get(file.path, part, file.version)
-    except FileNotFoundError as error:
-        if not os.path.exists(part):
-            raise  # it was our side that vanished
-        raise SourceChangedError(f"{source}: it was listed with {file.size} bytes and is gone") from error
-    size = os.stat(part).st_size
-    if size != file.size:
-        raise SourceChangedError(
-            f"{source}: it was listed with {file.size} bytes and {size} came. The file was replaced since the listing, "
-            "or the source answered short; list the volume again."
-        )
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return -1
-
-
-def _grows(part: str, patience: float) -> Callable[[], bool]:
-    """A condition that holds until ``part`` has not changed its size for ``patience`` seconds."""
-    size, since = _size(part), time.monotonic()
-
-    def go_on() -> bool:
-        nonlocal size, since
-        now = time.monotonic()
-        if (current := _size(part)) != size:
-            size, since = current, now
-        return now - since < patience
-
-    return go_on

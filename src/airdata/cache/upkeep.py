@@ -1,7 +1,8 @@
 """What a cache does for itself: sweep after the dead, count, make room, clear.
 
 Nothing is removed without the exclusive lock that its readers or writers would hold, and nothing but names that we
-give. A whole source leaves by one rename into ``trash/``, so that its lock is held for a moment only.
+give. A whole source leaves by one rename into ``trash/``, so that its lock is held for a moment only; dead entries of a
+source in use leave one by one, before its first reader comes.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from airdata.cache.catalogue import Catalogue
+from airdata.cache.dead import dead_entries
 from airdata.cache.locks import LockFile, wait_for
 from airdata.cache.names import DIGEST, lock_bytes
 from airdata.cache.root import Layout, remove_tree
-from airdata.cache.usage import Usage
+from airdata.cache.usage import Limits, Usage
 
 __all__ = ["SourceInfo", "Upkeep", "measure"]
 
@@ -31,6 +33,7 @@ _USERS = 1  # shared by every process for as long as it has the cache open
 _REMOVER = 2  # who makes room or empties the trash
 _PART = ".part"
 _COUNT_AGAIN_SECONDS = 24 * 3600.0
+_LOOK_AGAIN_SECONDS = 20 * 3600.0
 _JOIN_TRIES = 200
 
 
@@ -122,6 +125,34 @@ class Upkeep:
                     if enough():
                         return True
         return False
+
+    def remove_dead(self, generation: str, limits: Limits) -> int:
+        """Remove what a source has outlived, when the cache is nearly full; to be called before the first look into it.
+
+        At most once a day, and only if no process reads the source: its readers share one lock.
+
+        Args:
+            generation: the source.
+            limits: of the cache; nearly full is less room than a tenth of what it holds.
+
+        Returns:
+            the bytes freed.
+        """
+        used, promised, _ = self._usage.read()
+        nearly_full = not limits.allow(used // 10, used, promised, os.statvfs(self._layout.root))
+        if limits.max_bytes == 0 or not used or not nearly_full:
+            return 0
+        trash = os.path.join(self._layout.trash, f"{generation}.{secrets.token_hex(8)}")
+        with self._exclusive(lock_bytes(generation)[1]) as mine:
+            if not mine or not self._catalogue.is_due(generation, _LOOK_AGAIN_SECONDS):
+                return 0
+            with contextlib.suppress(OSError):
+                os.mkdir(trash, 0o700)
+                for folder in dead_entries(os.path.join(self._layout.files, generation), time.time()):
+                    os.rename(folder, os.path.join(trash, os.path.basename(folder)))
+        freed = remove_tree(trash)
+        self._usage.removed(freed)
+        return freed
 
     def clear(self) -> int:
         """Remove every file that nobody reads or writes; return the bytes freed."""

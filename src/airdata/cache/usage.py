@@ -109,12 +109,13 @@ class Usage:
 
     def promise(self, size: int, limits: Limits) -> bool:
         """Reserve room for a file, if the limits allow."""
+        disk = os.statvfs(self._folder)  # takes longer than all that is done under the lock
         with self._mutex:
             if not self._lock():
                 return False
             try:
                 used, promised, counted = self.read()
-                if not limits.allow(size, used, promised, os.statvfs(self._folder)):
+                if not limits.allow(size, used, promised, disk):
                     return False
                 self._write(used, promised + size, counted)
                 return True

@@ -1,10 +1,10 @@
 """Bounded background fetching that follows the order.
 
-    plan ──► threads take the next item while files and bytes in flight stay under their limits
-                 └─► fetch(file) ──► its place in the line ──► the consumer, in the order of the plan
+    plan ──► line: as many files and bytes ahead of the consumer as the limits allow, handed over in the plan's order
+                 ├─► find(file): on local disk already, no thread needed
+                 └─► fetchers: threads call fetch(file), as many at once as the measured throughput says (pace)
 
 Threads start when iteration starts, in the process that iterates, so a :class:`Prefetcher` may be made before a fork.
-The line itself is in ``airdata.prefetch.line``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ class Prefetcher(Generic[T]):
     """Fetches the files of a plan ahead of its consumer.
 
     Args:
-        plan: pairs of whatever the consumer wants back, and a file. Read lazily, by several threads but one at a time.
+        plan: pairs of whatever the consumer wants back, and a file. Read lazily, in the consumer's thread.
         fetch: brings one file to local disk; called in several threads.
-        max_files: files fetched, or being fetched, and not delivered yet.
-        max_bytes: their bytes; a single larger file passes alone.
+        find: returns a file that is on local disk already, or None, at once; called in the consumer's thread.
+        max_files: files being fetched at once. Four times as many may be under way or have arrived, and not be
+            delivered yet.
+        max_bytes: the bytes of the latter; a single larger file passes alone.
         timeout: seconds without progress after which the file the consumer waits for is given up. Progress is any file
             of this plan that grows on disk or ends.
         counters: what is delivered is counted here, in the consumer's thread.
@@ -48,11 +50,13 @@ class Prefetcher(Generic[T]):
         max_files: int,
         max_bytes: int,
         timeout: float,
+        find: Callable[[FileInfo], CachedFile | None] | None = None,
         counters: Counters | None = None,
     ) -> None:
         self.counters = Counters() if counters is None else counters
         self._plan = plan
         self._fetch = fetch
+        self._find = find or _nothing_is_here
         self._limits = LineLimits(max_files, max_bytes, timeout)
         self._lines: weakref.WeakSet[Line[T]] = weakref.WeakSet()
 
@@ -62,7 +66,7 @@ class Prefetcher(Generic[T]):
         An error of the plan itself is raised at its place. A file given up by the watchdog comes with a
         :class:`airdata.errors.StalledError` that names it.
         """
-        line = Line(iter(self._plan), self._fetch, self._limits, self.counters)
+        line = Line(iter(self._plan), self._fetch, self._find, self._limits, self.counters)
         self._lines.add(line)
         try:
             yield from line.deliver()
@@ -73,3 +77,7 @@ class Prefetcher(Generic[T]):
         """Stop at once. What was fetched and not delivered is released; a fetch under way is released when it ends."""
         for line in list(self._lines):
             line.close()
+
+
+def _nothing_is_here(file: FileInfo) -> None:
+    """For sources of which nothing can be known without a fetch."""

@@ -1,0 +1,65 @@
+"""Which entries of a source nobody will ask for any more.
+
+A source whose files change every day leaves yesterday's versions in the cache: other entries, under the same source,
+which is in use and so never makes room as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from airdata.cache.names import DIGEST
+
+__all__ = ["dead_entries"]
+
+# An access time is a day late with ``relatime``, and with ``noatime`` is that of the download: then what is read every
+# day is fetched anew once in this time, if there is no room.
+_UNREAD_SECONDS = 14 * 24 * 3600.0
+
+
+class _Entry(NamedTuple):
+    folder: str  # named by the digest, so one version of one file
+    tail: str  # the file's path
+    written: float
+    read: float
+
+
+def dead_entries(source: str, now: float) -> list[str]:
+    """The folders of the entries that a later version of the same file has replaced, or that were not read for weeks.
+
+    Args:
+        source: the folder of a source; see :mod:`airdata.cache.names`. Every file is looked at: 25 µs each.
+        now: seconds since the epoch.
+    """
+    newest: dict[str, float] = {}
+    entries = list(_entries(source))
+    for entry in entries:
+        newest[entry.tail] = max(entry.written, newest.get(entry.tail, 0.0))
+    return [
+        entry.folder
+        for entry in entries
+        if entry.written < newest[entry.tail] or max(entry.read, entry.written) < now - _UNREAD_SECONDS
+    ]
+
+
+def _entries(source: str) -> Iterator[_Entry]:
+    for part in _scan(source):
+        for entry in _scan(part.path) if part.is_dir(follow_symlinks=False) else ():
+            if DIGEST.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                for folder, _, names in os.walk(entry.path):
+                    for name in names:
+                        path = os.path.join(folder, name)
+                        with contextlib.suppress(OSError):
+                            status = os.lstat(path)
+                            yield _Entry(entry.path, path[len(entry.path) :], status.st_mtime, status.st_atime)
+
+
+def _scan(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except OSError:
+        return []
