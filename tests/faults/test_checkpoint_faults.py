@@ -112,6 +112,15 @@ def test_two_hundred_kills(mode, tmp_path):
     kill_at_random_moments(tmp_path, 100, mode, seed=7)
 
 
+def test_what_the_store_refused_shows_in_the_summary_of_the_save(s3_proxy, s3_volume):
+    options = {**s3_volume.storage_options, "endpoint_url": s3_proxy.url}
+    s3_proxy.set_faults({"method": "PUT", "status": 503, "times": 3})
+    writer = UCVolumeWriter(s3_volume.url, storage_options=options)
+    summary = dcp.save({"x": torch.ones(1000)}, storage_writer=writer, no_dist=True).save_summary
+    assert summary.retries == 3
+    assert str(summary).endswith("3 retries")
+
+
 def test_two_savers_on_one_path_leave_one_whole_checkpoint(tmp_path):
     errors = []
 

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from airdata.checkpoint.integrity import Bytes, ItemRecord, block_digests
-from airdata.checkpoint.ranges import pieces
+from airdata.checkpoint.ranges import bands, depth, pieces
 from airdata.checkpoint.shardfile import tensor_bytes
 from airdata.errors import CheckpointError, CorruptCheckpointError
 
@@ -92,9 +92,9 @@ class Wanted:
         if record is None or record.payload_offset < 0 or chunk is None or dtype is None:
             return whole
         # Within the last dimensions everything from the first to the last element is read, and narrowed afterwards.
-        depth = _depth(request.lengths)
-        rows = (*request.lengths[:depth], *chunk[depth:])
-        strides = [prod(chunk[dim + 1 :]) * dtype.itemsize for dim in range(depth)]
+        position = depth(request.lengths)
+        rows = (*request.lengths[:position], *chunk[position:])
+        strides = [prod(chunk[dim + 1 :]) * dtype.itemsize for dim in range(position)]
         low = record.payload_offset + sum(map(mul, request.storage_offsets, strides))
         high = low + prod(rows) * dtype.itemsize
         start, end = low, high
@@ -145,9 +145,16 @@ class Wanted:
 
 
 def cut(
-    request: ReadItem, record: ItemRecord | None, chunk: Sequence[int] | None, dtype: torch.dtype | None
+    request: ReadItem,
+    record: ItemRecord | None,
+    chunk: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    limit: int,
 ) -> Sequence[ReadItem]:
-    """The request itself, or one for each part of it that is worth a read of its own; see :func:`pieces`."""
+    """The request itself, or one for each part of it that is worth a read of its own.
+
+    See :func:`pieces` and, for the ``limit`` in bytes, :func:`bands`.
+    """
     if record is None or record.payload_offset < 0 or chunk is None or dtype is None:
         return [request]
     shift = list(map(sub, request.dest_offsets, request.storage_offsets))
@@ -159,14 +166,9 @@ def cut(
             dest_offsets=torch.Size(map(add, offsets, shift)),
             lengths=torch.Size(lengths),
         )
-        for offsets, lengths in parts
+        for part in parts
+        for offsets, lengths in bands(chunk, *part, dtype.itemsize, limit)
     ]
-
-
-def _depth(lengths: Sequence[int]) -> int:
-    """How many dimensions of a slice are found by position: those of length one that lead, and the one after."""
-    ones = next((dim for dim, length in enumerate(lengths) if length != 1), len(lengths))
-    return min(ones + 1, len(lengths))
 
 
 def direct_views(item: Wanted, target: torch.Tensor) -> Sequence[Bytes] | None:
@@ -224,8 +226,8 @@ def deliver(item: Wanted, data: Bytes, planner: LoadPlanner, lock: threading.Loc
         # Through a tensor of its own: the payload need not be aligned to its dtype inside the buffer.
         tensor = torch.empty(item.rows, dtype=item.dtype)
         tensor_bytes(tensor)[:] = raw
-        depth = _depth(request.lengths)
-        offsets = (*[0] * depth, *request.storage_offsets[depth:])
+        position = depth(request.lengths)
+        offsets = (*[0] * position, *request.storage_offsets[position:])
     for dim, (offset, length) in enumerate(zip(offsets, request.lengths, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     with lock:

@@ -18,7 +18,7 @@ import io
 import pickle
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -146,26 +146,30 @@ def item_indexes(metadata: Metadata) -> Iterator[MetadataIndex]:
             yield MetadataIndex(fqn)
 
 
-def read_published(transport: Transport) -> Published:
+def read_published(transport: Transport, read: Callable[[str], bytes] | None = None) -> Published:
     """Read and check what says that a checkpoint exists: ``.metadata`` and the integrity record.
+
+    Args:
+        transport: of the checkpoint's own folder.
+        read: gets the content of a file, in place of ``transport.read``.
 
     Raises:
         CheckpointNotFoundError: nothing is published here.
         CorruptCheckpointError: either file is damaged, or the record is missing.
     """
-    data = _read_metadata(transport)
+    data = _read_metadata(transport, read or transport.read)
     try:
-        return _check_metadata(transport, data)
+        return _check_metadata(transport, data, read or transport.read)
     except CorruptCheckpointError:
         # Another save may have been published between the two reads, and have removed the record of the first.
-        if _read_metadata(transport) == data:
+        if _read_metadata(transport, transport.read) == data:
             raise
     return read_published(transport)
 
 
-def _read_metadata(transport: Transport) -> bytes:
+def _read_metadata(transport: Transport, read: Callable[[str], bytes]) -> bytes:
     try:
-        return transport.read(METADATA)
+        return read(METADATA)
     except FileNotFoundError:
         raise CheckpointNotFoundError(
             f"{transport.volume}: no checkpoint is published here (there is no {METADATA}); a save that has not "
@@ -173,7 +177,7 @@ def _read_metadata(transport: Transport) -> bytes:
         ) from None
 
 
-def _check_metadata(transport: Transport, data: bytes) -> Published:
+def _check_metadata(transport: Transport, data: bytes, read: Callable[[str], bytes]) -> Published:
     name = str(transport.volume)
     metadata = load_metadata(data, f"{name}/{METADATA}")
     ours = any(shard_save_id(info.relative_path) for info in metadata.storage_data.values())
@@ -182,7 +186,7 @@ def _check_metadata(transport: Transport, data: bytes) -> Published:
     if not ours and not _RECORD.fullmatch(record_name):
         return Published(name, metadata, None)
     try:
-        record = IntegrityRecord.from_bytes(transport.read(record_name), f"{name}/{record_name}")
+        record = IntegrityRecord.from_bytes(read(record_name), f"{name}/{record_name}")
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{name}: the integrity record {record_name} is missing") from None
     if (record.metadata_size, record.metadata_crc32c) != (len(data), crc32c(as_bytes(data))):

@@ -6,6 +6,7 @@ restore(state)    ◄──────────── newest step that is va
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -27,7 +28,7 @@ from airdata.checkpoint.saving import Saver
 from airdata.checkpoint.staging import Stager
 from airdata.checkpoint.verify import verify_checkpoint
 from airdata.errors import CheckpointError
-from airdata.metrics import Reporter
+from airdata.metrics import Reporter, active_run
 from airdata.transport import open_transport
 from airdata.volume import Volume
 
@@ -37,6 +38,13 @@ _log = logging.getLogger(__name__)
 
 # Local to a machine or its session, or limited to small files (/Workspace: 500 MB).
 _FLEETING = re.compile(r"/(tmp|var/tmp|dev/shm|Workspace|dbfs|databricks/driver|local_disk0)(/|$)")
+
+
+@functools.cache
+def _warn_once(root: str) -> None:
+    warnings.warn(
+        f"checkpoints under {root} may not outlive this machine or session; use a volume or a bucket", stacklevel=3
+    )
 
 
 class CheckpointManager:
@@ -54,9 +62,9 @@ class CheckpointManager:
     ``restore``, ``wait`` and ``close`` on every rank; it makes a gloo group of its own, so that an NCCL-only default
     group will do. ``steps``, ``latest`` and ``verify`` are for any rank alone.
 
-    To the MLflow run that is active where ``save``, ``wait`` and ``close`` are called go ``checkpoint_stall_seconds``
-    (how long ``save`` held training up) and, of each save when the next of these calls finds it done,
-    ``checkpoint_seconds``, ``checkpoint_bytes`` and ``checkpoint_gb_per_second``.
+    To the MLflow run that is active where ``save`` is called go ``checkpoint_stall_seconds`` (how long ``save`` held
+    training up) and, as soon as the checkpoint is published, ``checkpoint_seconds``, ``checkpoint_bytes`` and
+    ``checkpoint_gb_per_second``.
 
     Args:
         root: the folder that holds the steps.
@@ -104,10 +112,7 @@ class CheckpointManager:
         self._reporter: Reporter | None = None
         self._began = 0.0
         if self._ranks.is_coordinator and _FLEETING.match(self.root.directory or ""):
-            warnings.warn(
-                f"checkpoints under {self.root} may not outlive this machine or session; use a volume or a bucket",
-                stacklevel=2,
-            )
+            _warn_once(str(self.root))
 
     @property
     def last_save(self) -> SaveSummary | None:
@@ -151,15 +156,18 @@ class CheckpointManager:
         self._began = start
         scores = dict(metrics or {})
         tree = self._ranks.agree(f"saving {self.root}/{name}", name, lambda: self._collect(state))
+        if self._reporter is None:
+            self._reporter = Reporter(rank=self._ranks.rank)
+        # MLflow's active run is the calling thread's own.
+        write = functools.partial(self._write, step, tree, scores, self._reporter, active_run())
         if self._async:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "airdata-checkpoint")
-            self._pending = future = self._thread.submit(self._saver.write, step, tree, scores)
+            self._pending = future = self._thread.submit(write)
         else:
             future = Future()
-            future.set_result(self._saver.write(step, tree, scores))
-            self._settle(future)
-        self._report(checkpoint_stall_seconds=time.monotonic() - start)
+            future.set_result(write())
+        self._reporter.put("checkpoint_stall_seconds", time.monotonic() - start)
         return future
 
     def wait(self) -> None:
@@ -170,7 +178,7 @@ class CheckpointManager:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._settle(pending)
+            pending.result()
 
     def close(self) -> None:
         """Wait, and give back threads and buffers; the manager can be used again.
@@ -206,20 +214,15 @@ class CheckpointManager:
         tree = states.collect(state, self._ranks.rank)
         return self._stager.stage(tree) if self._async else tree
 
-    def _settle(self, save: Future[SaveSummary]) -> None:
-        summary = save.result()
-        self._report(
-            checkpoint_seconds=summary.seconds,
-            checkpoint_bytes=summary.bytes,
-            checkpoint_gb_per_second=summary.gb_per_second,
-        )
-
-    def _report(self, **numbers: float) -> None:
-        # From the caller's thread: MLflow's active run is the calling thread's own.
-        if self._reporter is None:
-            self._reporter = Reporter(rank=self._ranks.rank)
-        for name, value in numbers.items():
-            self._reporter.put(name, value)
+    def _write(
+        self, step: int, tree: dict[str, Any], scores: Mapping[str, float], reporter: Reporter, run: str | None
+    ) -> SaveSummary:
+        summary = self._saver.write(step, tree, scores)
+        if run is not None:
+            reporter.put("checkpoint_seconds", summary.seconds, run)
+            reporter.put("checkpoint_bytes", summary.bytes, run)
+            reporter.put("checkpoint_gb_per_second", summary.gb_per_second, run)
+        return summary
 
     # --- restoring -----------------------------------------------------------------------------------------------
 

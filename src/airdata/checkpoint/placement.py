@@ -28,8 +28,6 @@ __all__ = ["Budget", "InPlace", "Placement", "Upload", "check_room", "sync_direc
 
 Fill = Callable[[ShardFile], None]
 
-# Below this a file goes up from memory: a round trip through the disk costs more than it frees.
-_IN_MEMORY = 32 << 20
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _BUFFER = 1 << 20
 
@@ -61,16 +59,25 @@ class InPlace:
 
 
 class Upload:
-    """Stages each file, then sends it."""
+    """Stages each file, then sends it.
 
-    def __init__(self, transport: Transport, staging_dir: str, budget: Budget) -> None:
+    Args:
+        transport: where to.
+        staging_dir: local directory for files on their way.
+        budget: bytes that may lie there at once.
+        in_memory: a file of at most this many bytes goes up from memory. The round trip through a disk costs 0.8 s of
+            CPU time a GB (1.9 against 1.1), even where it stays in the page cache, and upload waits for it.
+    """
+
+    def __init__(self, transport: Transport, staging_dir: str, budget: Budget, in_memory: int) -> None:
         self._transport = transport
         self._staging_dir = staging_dir
         self._budget = budget
+        self._in_memory = in_memory
 
     def write(self, name: str, estimate: int, fill: Fill) -> FileRecord:
         """Stage the file, send it, and remove the staged copy."""
-        if estimate <= _IN_MEMORY:
+        if estimate <= self._in_memory:
             memory = io.BytesIO()
             shard = ShardFile(name, memory)
             fill(shard)

@@ -1,6 +1,6 @@
 """Which bytes to fetch: pure functions from wanted ranges to read requests.
 
-a slice of a tensor ──► pieces without large gaps ──► wanted ranges of one file
+a slice of a tensor ──► pieces without large gaps ──► bands of a bounded size ──► wanted ranges of one file
 wanted ranges ──sort──► neighbours joined, smallest gaps first, within a budget of waste ──► groups
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["Group", "coalesce", "pieces", "split"]
+__all__ = ["Group", "bands", "coalesce", "depth", "pieces", "split"]
 
 
 @dataclass(frozen=True)
@@ -102,3 +102,40 @@ def pieces(
     if lengths[0] > 1 and prod(rest) * itemsize - span < min_gap and len(within) == 1:
         return whole
     return [((offsets[0] + row, *inner), (1, *sizes)) for row in range(lengths[0]) for inner, sizes in within]
+
+
+def bands(
+    shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], itemsize: int, limit: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a slice of a stored tensor into runs of rows.
+
+    A large tensor is then read by several threads, and a slice that is not contiguous needs no buffer of its size.
+
+    Args:
+        shape: of the stored tensor, row-major.
+        offsets: where the slice begins, in each dimension.
+        lengths: of the slice.
+        itemsize: bytes of one element.
+        limit: bytes from the first to the last row of a band, at most, unless a single element has more.
+
+    Returns:
+        Offsets and lengths, as :func:`pieces`.
+    """
+    position = depth(lengths)
+    if not position or 0 in lengths:
+        return [(tuple(offsets), tuple(lengths))]
+    dim = position - 1
+    row_bytes = prod(shape[position:]) * itemsize
+    rows = max(1, limit // row_bytes)
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for row in range(0, lengths[dim], rows):
+        start = (*offsets[:dim], offsets[dim] + row, *offsets[position:])
+        size = (*lengths[:dim], min(rows, lengths[dim] - row), *lengths[position:])
+        found += bands(shape, start, size, itemsize, limit) if row_bytes > limit else [(start, size)]
+    return found
+
+
+def depth(lengths: Sequence[int]) -> int:
+    """How many dimensions of a slice are found by position: those of length one that lead, and the one after."""
+    ones = next((dim for dim, length in enumerate(lengths) if length != 1), len(lengths))
+    return min(ones + 1, len(lengths))

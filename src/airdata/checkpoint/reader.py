@@ -4,54 +4,45 @@
     load plan ──► byte ranges ──coalesce()──► groups ──threads──► memory ──digests──► tensors        read_data
 
 A contiguous tensor of a checkpoint of ours is read from a directory straight into the destination; a slice of its rows
-is read as a slice. Everything else, checkpoints of stock writers included, is decoded with ``torch.load``.
+is read as a slice. Everything else, checkpoints of stock writers included, is decoded with ``torch.load``. From a
+store, what several ranks of a node need is fetched once for all of them (airdata.checkpoint.sharing).
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from airdata.checkpoint import layout
-from airdata.checkpoint.decode import Wanted, cut, deliver, direct_views
-from airdata.checkpoint.integrity import Bytes, IntegrityRecord, ItemRecord
-from airdata.checkpoint.ranges import Group, coalesce
+from airdata.checkpoint.decode import Wanted, deliver, direct_views
+from airdata.checkpoint.integrity import Bytes, IntegrityRecord
+from airdata.checkpoint.jobs import Job, in_turn, make_jobs, run_jobs
+from airdata.checkpoint.node import NodeFolder
+from airdata.checkpoint.place import OnVolume, check_positive
+from airdata.checkpoint.sharing import Share, SharedSource, offer, share_out
 from airdata.checkpoint.source import Source, open_source
 from airdata.checkpoint.verify import verify_files
 from airdata.errors import CheckpointError, CorruptCheckpointError
-from airdata.transport import open_transport
+from airdata.transport import Transport, open_transport
 from airdata.transport.retry import describe
 from airdata.volume import Volume
 
 __all__ = ["UCVolumeReader"]
 
-# A group is one read: with 8 threads, 256 MiB in flight at most, unless a single tensor is larger.
-_GROUP_BYTES = 32 << 20
-_MAX_GAP = 8 << 20
-# Of the bytes wanted; leaves room for the block ends under an amplification of 1.05.
-_WASTE = 0.03
 
-
-@dataclass(frozen=True)
-class _Job:
-    file: str
-    group: Group
-    items: list[Wanted]
-
-
-class UCVolumeReader(FileSystemReader):
+class UCVolumeReader(OnVolume, FileSystemReader):
     """Loads a checkpoint from a volume: one of ours or of any stock DCP writer, saved by any number of ranks.
 
     Args:
@@ -77,41 +68,26 @@ class UCVolumeReader(FileSystemReader):
     ) -> None:
         if verify not in {"off", "items", "files"}:
             raise ValueError(f"verify={verify!r} must be 'off', 'items' or 'files'")
-        if threads <= 0:
-            raise ValueError(f"threads={threads} must be positive")
+        check_positive(threads=threads)
         # The base class makes a pathlib.Path of its argument, which breaks URLs: it gets none.
         super().__init__(os.curdir)
-        self._volume = Volume.of(path, storage_options)
+        self._stand_on(path, storage_options)
         self._verify = verify
         self._threads = threads
         self._record: IntegrityRecord | None = None
         self._metadata: Metadata | None = None
         self._provided: layout.Published | None = None
+        self._folder: NodeFolder | None = None
 
     def provide(self, published: layout.Published) -> None:
         """Use what was read already for the next load, instead of asking storage from every rank."""
         self._provided = published
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a path names a volume."""
-        try:
-            Volume.of(checkpoint_id)
-        except ValueError:
-            return False
-        return True
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The path, without credentials."""
-        return str(self._volume)
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Point the reader at another path; the storage options stay."""
         super().reset(None)
         self._record = self._metadata = None
-        if checkpoint_id is not None:
-            self._volume = Volume.of(checkpoint_id, self._volume.storage_options)
+        self._stand_on(checkpoint_id)
 
     # No **kwargs: with them DCP would ask a second time, for a file per rank that only use_collectives=False writes.
     def read_metadata(self) -> Metadata:
@@ -123,7 +99,7 @@ class UCVolumeReader(FileSystemReader):
         """
         published, self._provided = self._provided, None
         if published is None:
-            published = layout.read_published(open_transport(self._volume))
+            published = self._read_published(open_transport(self._volume))
         self._record = published.record
         metadata = published.metadata
         if metadata.storage_meta is None:
@@ -131,10 +107,36 @@ class UCVolumeReader(FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
+    def _read_published(self, transport: Transport) -> layout.Published:
+        """``.metadata`` and the record, which grow with tensors times ranks: once for the processes of a node."""
+        self._leave()
+        if self._can_share and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            with suppress(FileNotFoundError):
+                found = transport.stat(layout.METADATA)
+                if found.version:
+                    self._folder = NodeFolder.join(f"{self._volume.url} {found.size} {found.version}")
+        folder = self._folder
+        if folder is None:
+            return layout.read_published(transport)
+        return layout.read_published(transport, lambda name: folder.once(name, lambda: transport.read(name)))
+
+    def _leave(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.leave()
+
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
         """Begin a load on this rank."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Tell the coordinator what this rank would read; nothing remote."""
+        return offer(plan, [job.read for job in self._jobs(plan)]) if self._can_share else plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Find what several ranks of a node would read."""
+        return share_out(plans) if self._can_share else plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Load this rank's items.
@@ -146,55 +148,43 @@ class UCVolumeReader(FileSystemReader):
         transport = open_transport(self._volume)
         source = open_source(transport)
         try:
-            wanted = self._wanted(plan)
+            jobs = self._jobs(plan)
             if self._verify == "files" and self._record is not None:
-                used = {item.file for item in wanted}
+                used = {job.file for job in jobs}
                 verify_files(transport, [f for f in self._record.files if f.name in used], threads=self._threads)
-            lock = threading.Lock()
-            jobs = [
-                _Job(file, group, [items[index] for index in group.members])
-                for file, items in _by_file(wanted).items()
-                for group in coalesce(
-                    [(item.start, item.end) for item in items], max_bytes=_GROUP_BYTES, max_gap=_MAX_GAP, waste=_WASTE
-                )
-            ]
-            _run([partial(self._load, source, planner, lock, job) for job in jobs], self._threads)
+            if isinstance(plan.storage_data, Share):
+                share = plan.storage_data
+                jobs = in_turn(jobs, share.place, share.ranks, self._threads)
+                with closing(SharedSource(source, share, [job.read for job in jobs])) as shared:
+                    self._read(jobs, shared, planner)
+            else:
+                self._read(jobs, source, planner)
         except (CheckpointError, OSError) as error:
             raise self._explain(error) from error
+        finally:
+            self._leave()
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _wanted(self, plan: LoadPlan) -> list[Wanted]:
-        assert self._metadata is not None
-        records: dict[tuple[str, int], ItemRecord] = {}
-        if self._record is not None:
-            records = {(file.name, item.offset): item for file in self._record.files for item in file.items}
-        checked = self._verify != "off"
-        wanted: list[Wanted] = []
-        for request in plan.items:
-            info = self.storage_data[request.storage_index]
-            record = records.get((info.relative_path, info.offset))
-            if self._record is not None and record is None:
-                raise CorruptCheckpointError(
-                    f"{self._volume}: the integrity record does not know {request.storage_index.fqn!r}, "
-                    f"{info.relative_path} at byte {info.offset}"
-                )
-            entry = self._metadata.state_dict_metadata[request.storage_index.fqn]
-            chunk = _chunk(entry, request) if isinstance(entry, TensorStorageMetadata) else None
-            dtype = entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
-            block_bytes = self._record.block_bytes if self._record is not None and checked else 0
-            wanted += [
-                Wanted.of(part, info, record=record, chunk=chunk, dtype=dtype, block_bytes=block_bytes)
-                for part in cut(request, record, chunk, dtype)
-            ]
-        return wanted
+    @property
+    def _can_share(self) -> bool:
+        """Whether what one process of a node fetches is worth keeping for the others: local files are in memory."""
+        return not self._volume.in_place
 
-    def _load(self, source: Source, planner: LoadPlanner, lock: threading.Lock, job: _Job) -> None:
+    def _jobs(self, plan: LoadPlan) -> Sequence[Job]:
+        assert self._metadata is not None
+        return make_jobs(plan, self._metadata, self._record, check=self._verify != "off")
+
+    def _read(self, jobs: Sequence[Job], source: Source, planner: LoadPlanner) -> None:
+        lock = threading.Lock()
+        run_jobs([partial(self._load, source, planner, lock, job) for job in jobs], self._threads)
+
+    def _load(self, source: Source, planner: LoadPlanner, lock: threading.Lock, job: Job) -> None:
         """Read one group and hand its items over."""
         try:
             parts = [self._views(item, planner, lock) for item in job.items]
-            source.read_into(job.file, job.group.start, _in_order(job, parts))
+            source.read_into(job.file, job.start, _in_order(job, parts))
             for item, (views, target) in zip(job.items, parts, strict=True):
                 item.check(views)
                 if target is None:
@@ -234,51 +224,11 @@ class UCVolumeReader(FileSystemReader):
         return CheckpointError(f"{self._volume}: {describe(error)}")
 
 
-def _chunk(entry: TensorStorageMetadata, request: ReadItem) -> Sequence[int]:
-    """The shape of the saved shard that a request reads from."""
-    offset = request.storage_index.offset
-    hint = request.storage_index.index
-    if hint is not None and hint < len(entry.chunks) and entry.chunks[hint].offsets == offset:
-        return entry.chunks[hint].sizes
-    return next((chunk.sizes for chunk in entry.chunks if offset is None or chunk.offsets == offset), entry.size)
-
-
-def _in_order(job: _Job, parts: Sequence[tuple[Sequence[Bytes], object]]) -> Sequence[Bytes]:
+def _in_order(job: Job, parts: Sequence[tuple[Sequence[Bytes], object]]) -> Sequence[Bytes]:
     """The memory of all items of a group, with room for the gaps between them."""
     views: list[Bytes] = []
-    at = job.group.start
+    at = job.start
     for item, (own, _) in zip(job.items, parts, strict=True):
         views += [np.empty(item.start - at, np.uint8), *own]
         at = item.end
     return views
-
-
-def _by_file(wanted: Sequence[Wanted]) -> dict[str, list[Wanted]]:
-    files: dict[str, list[Wanted]] = {}
-    for item in wanted:
-        files.setdefault(item.file, []).append(item)
-    return files
-
-
-def _run(jobs: Sequence[Callable[[], None]], threads: int) -> None:
-    """Run all jobs in threads; the first failure stops those that have not begun, and is raised."""
-    failures: list[Exception] = []
-    stop = threading.Event()
-
-    def guarded(job: Callable[[], None]) -> None:
-        if stop.is_set():
-            return
-        try:
-            job()
-        except Exception as error:  # noqa: BLE001 - raised below, once every thread has ended
-            failures.append(error)
-            stop.set()
-
-    with ThreadPoolExecutor(threads, "airdata-load") as pool:
-        try:
-            list(pool.map(guarded, jobs))
-        except BaseException:
-            stop.set()
-            raise
-    if failures:
-        raise failures[0]

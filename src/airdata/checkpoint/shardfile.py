@@ -12,7 +12,8 @@ The zip's own CRC-32 of the payload stays zero, as with ``torch.serialization.se
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -20,7 +21,7 @@ from torch.serialization import skip_data
 
 from airdata.checkpoint.integrity import BlockDigest, Bytes, FileRecord, ItemRecord, as_bytes
 
-__all__ = ["ENVELOPE_BYTES", "ShardFile", "Sink", "pack", "tensor_bytes"]
+__all__ = ["ENVELOPE_BYTES", "ShardFile", "Sink", "pack", "tensor_bytes", "through_host"]
 
 # What torch.save puts around a tensor: 1.5 KB measured, for a size estimate.
 ENVELOPE_BYTES = 1600
@@ -56,11 +57,24 @@ def tensor_bytes(tensor: torch.Tensor) -> Bytes:
     return flat
 
 
+def through_host(tensor: torch.Tensor, step: int = 8 << 20) -> Iterator[Bytes]:
+    """The bytes of a tensor on a device, ``step`` at a time; each view is overwritten by the next one.
+
+    By one page-locked buffer, which PyTorch keeps for the next tensor. Copying a tensor whole takes memory of its size
+    that has never been touched, and was measured at 1.2 GB/s on an H200 whose bus does 55.
+    """
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    buffer = torch.empty(min(step, len(flat)), dtype=torch.uint8, pin_memory=tensor.is_cuda)
+    for start in range(0, len(flat), step):
+        part = flat[start : start + step]
+        yield tensor_bytes(buffer[: len(part)].copy_(part))
+
+
 class Sink(Protocol):
     """Where a shard file is written: a binary stream that only goes forward."""
 
     def write(self, data: memoryview, /) -> object:
-        """Append bytes."""
+        """Append bytes; they may change after the call."""
         ...
 
 
@@ -77,25 +91,29 @@ class ShardFile:
     def add(self, data: torch.Tensor | io.BytesIO) -> ItemRecord:
         """Append one item: a tensor, on any device, or the bytes of a pickled object."""
         payload_offset = -1
+        parts: Iterable[Bytes]
         if isinstance(data, io.BytesIO):
             parts = [as_bytes(data.getvalue())]
         else:
-            tensor = data.detach().cpu()
+            tensor = data.detach()
             envelope = _envelope(tensor)
             if envelope is None:
-                whole = io.BytesIO()
+                tensor, whole = tensor.cpu(), io.BytesIO()
                 torch.save(tensor.contiguous() if tensor.layout == torch.strided else tensor, whole)
                 parts = [as_bytes(whole.getvalue())]
             else:
                 head, tail = envelope
-                parts = [as_bytes(head), tensor_bytes(tensor.contiguous()), as_bytes(tail)]
+                payload = [tensor_bytes(tensor.contiguous())] if tensor.is_cpu else through_host(tensor)
+                parts = chain([as_bytes(head)], payload, [as_bytes(tail)])
                 payload_offset = len(head)
+        length = 0
         for part in parts:
             self._sink.write(part.data)
             self._digest.update(part)
-        item = ItemRecord(self._size, sum(map(len, parts)), payload_offset, self._digest.item())
+            length += len(part)
+        item = ItemRecord(self._size, length, payload_offset, self._digest.item())
         self._items.append(item)
-        self._size += item.length
+        self._size += length
         return item
 
     def record(self) -> FileRecord:
@@ -138,7 +156,7 @@ def _envelope(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
     if not plain or size == 0 or tensor.is_conj() or tensor.is_neg():
         return None
     # The envelope depends on dtype and shape only; the storage must have the size of the payload.
-    model = tensor if _fills_its_storage(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+    model = tensor if tensor.is_cpu and _fills_its_storage(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
     envelope = _Envelope()
     try:
         with skip_data():

@@ -15,7 +15,7 @@ from airdata.checkpoint.ranges import split
 from airdata.errors import CheckpointError, CorruptCheckpointError
 from airdata.transport import Transport
 
-__all__ = ["DirectorySource", "Source", "TransportSource", "open_source"]
+__all__ = ["DirectorySource", "Source", "TransportSource", "open_source", "take"]
 
 # S3 gives one connection 50 to 100 MB/s, so that a large tensor needs several; 8 MiB is the parts' size that its own
 # guidelines advise for byte-range fetches.
@@ -42,6 +42,20 @@ def open_source(transport: Transport) -> Source:
     """The source for a volume."""
     directory = transport.volume.directory
     return DirectorySource(directory) if directory is not None else TransportSource(transport)
+
+
+def take(pending: list[Bytes], count: int) -> Sequence[Bytes]:
+    """The memory of the next ``count`` bytes, taken off the front of ``pending`` (no view of which is empty)."""
+    taken: list[Bytes] = []
+    while count:
+        view = pending[0]
+        taken.append(view[:count])
+        if count < len(view):
+            pending[0] = view[count:]
+        else:
+            pending.pop(0)
+        count -= len(taken[-1])
+    return taken
 
 
 class DirectorySource:
@@ -89,13 +103,9 @@ class TransportSource:
         for first in range(0, len(ranges), _PARTS_IN_FLIGHT):
             for part in self._fetch(name, ranges[first : first + _PARTS_IN_FLIGHT]):
                 rest = as_bytes(part)
-                while len(rest):
-                    count = min(len(rest), len(pending[0]))
-                    pending[0][:count] = rest[:count]
-                    rest = rest[count:]
-                    pending[0] = pending[0][count:]
-                    if not len(pending[0]):
-                        pending.pop(0)
+                for view in take(pending, len(rest)):
+                    view[:] = rest[: len(view)]
+                    rest = rest[len(view) :]
 
     def _fetch(self, name: str, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
         path = f"{self._transport.volume}/{name}"

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from airdata.checkpoint import layout
-from airdata.checkpoint.counted import CountedRetry
+from airdata.checkpoint.place import OnVolume, check_positive
 from airdata.checkpoint.placement import Budget, InPlace, Placement, Upload, check_room, sync_directory
 from airdata.checkpoint.publish import SaveSummary, publish, remove_files
 from airdata.checkpoint.shardfile import pack
@@ -46,7 +46,7 @@ __all__ = ["UCVolumeWriter"]
 _log = logging.getLogger(__name__)
 
 
-class UCVolumeWriter(StorageWriter):
+class UCVolumeWriter(OnVolume, StorageWriter):
     """Stores a checkpoint on a volume: a directory, a ``/Volumes`` path or any fsspec URL.
 
     For ``dcp.save`` and ``dcp.async_save`` (thread or process), with ``no_dist`` or any number of ranks. It is
@@ -58,7 +58,9 @@ class UCVolumeWriter(StorageWriter):
         overwrite: whether a checkpoint at this path may be replaced; it stays whole until the new one is published.
         file_bytes: largest shard file; only a single larger tensor exceeds it. The volumes API takes 5,000 MiB at most.
         threads: files written, or uploaded, at the same time.
-        staging_dir: local directory for files on their way to a URL; the system's temporary directory by default.
+        memory_bytes: most bytes held in memory at once on their way to a URL. Files that are too large for a share of
+            one thread in it are staged on disk; 1 stages every file.
+        staging_dir: local directory for staged files; the system's temporary directory by default.
         staging_bytes: most bytes staged there at once; by default ``threads`` files, or half of what is free.
         metrics: what the checkpoint scored; noted beside it, for retention.
 
@@ -75,18 +77,18 @@ class UCVolumeWriter(StorageWriter):
         overwrite: bool = True,
         file_bytes: int = 1 << 30,
         threads: int = 4,
+        memory_bytes: int = 256 << 20,
         staging_dir: str | os.PathLike[str] | None = None,
         staging_bytes: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
-        for name, value in {"file_bytes": file_bytes, "threads": threads, "staging_bytes": staging_bytes}.items():
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value} must be positive")
-        self._volume = Volume.of(path, storage_options)
+        check_positive(file_bytes=file_bytes, threads=threads, memory_bytes=memory_bytes, staging_bytes=staging_bytes)
+        self._stand_on(path, storage_options)
         self._overwrite = overwrite
         self._file_bytes = file_bytes
         self._threads = threads
+        self._memory_bytes = memory_bytes
         self._staging_dir = os.fspath(staging_dir) if staging_dir is not None else None
         self._staging_bytes = staging_bytes
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
@@ -97,24 +99,9 @@ class UCVolumeWriter(StorageWriter):
 
     # --- what DCP calls, in this order ---------------------------------------------------------------------------
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a path names a volume."""
-        try:
-            Volume.of(checkpoint_id)
-        except ValueError:
-            return False
-        return True
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The path, without credentials."""
-        return str(self._volume)
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Point the writer at another path; the storage options stay."""
-        if checkpoint_id is not None:
-            self._volume = Volume.of(checkpoint_id, self._volume.storage_options)
+        self._stand_on(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         """What ``.metadata`` says of the storage."""
@@ -164,8 +151,7 @@ class UCVolumeWriter(StorageWriter):
             StagingFullError: the disk has no room.
             CheckpointError: any other failure; names the file and the cause. What was written is removed.
         """
-        retry = CountedRetry()
-        transport = open_transport(self._volume, retry)
+        transport = open_transport(self._volume)
         sizes = [item_bytes(item) for item in plan.items]
         files = pack(sizes, self._file_bytes, self._threads)
         self._written = [layout.shard_name(self._rank, number, self._save_id) for number in range(len(files))]
@@ -182,10 +168,10 @@ class UCVolumeWriter(StorageWriter):
             remove_files(transport, self._written)
             kind = StagingFullError if isinstance(error, StagingFullError) else CheckpointError
             raise kind(f"{self._volume}: rank {self._rank}: {describe(error)}") from error
-        if retry.count and results:
+        if transport.retries and results:
             # One item carries the number of its rank to the coordinator.
             first = results[0]
-            results[0] = replace(first, storage_data=replace(first.storage_data, retries=retry.count))
+            results[0] = replace(first, storage_data=replace(first.storage_data, retries=transport.retries))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -198,9 +184,9 @@ class UCVolumeWriter(StorageWriter):
         """
         metadata.storage_meta = self.storage_meta()
         stored = {result.index: result.storage_data for part in results for result in part}
-        retry = CountedRetry()
+        transport = open_transport(self._volume)
         record = publish(
-            open_transport(self._volume, retry),
+            transport,
             self._save_id,
             metadata,
             stored,
@@ -214,7 +200,7 @@ class UCVolumeWriter(StorageWriter):
             len(record.files),
             len(results),
             time.monotonic() - self._started,
-            retry.count + sum(item.retries for item in stored.values()),
+            transport.retries + sum(item.retries for item in stored.values()),
         )
         # An attribute set after the pickle reaches every rank, and the parent in the process mode of async_save.
         metadata.save_summary = summary  # type: ignore[attr-defined]
@@ -247,4 +233,4 @@ class UCVolumeWriter(StorageWriter):
         limit = self._staging_bytes
         if limit is None:
             limit = min(self._threads * self._file_bytes, shutil.disk_usage(staging_dir).free // 2)
-        return Upload(transport, staging_dir, Budget(limit))
+        return Upload(transport, staging_dir, Budget(limit), self._memory_bytes // self._threads)

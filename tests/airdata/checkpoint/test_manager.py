@@ -1,9 +1,11 @@
 import contextlib
 import copy
+import functools
 import logging
 import random
 import re
 import threading
+import time
 
 import fsspec
 import numpy as np
@@ -12,9 +14,10 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
-from airdata.checkpoint import CheckpointManager, KeepBest, Pinned, RNGState, SaveSummary
+from airdata.checkpoint import CheckpointManager, KeepBest, Pinned, RNGState, SaveSummary, manager
 from airdata.checkpoint.layout import step_name
 from airdata.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from airdata.metrics import Reporter
 from airdata.volume import Volume
 
 pytestmark = [
@@ -356,10 +359,13 @@ def test_retention_that_keeps_nothing_is_refused(options, tmp_path):
 
 @pytest.mark.filterwarnings("default:checkpoints under")
 @pytest.mark.parametrize("root", ["/tmp/x", "/Workspace/Users/me", "/dbfs/x", "/dev/shm/x", "/data/x", "/tmpfs/x"])
-def test_roots_that_do_not_last_are_warned_of(root, recwarn):
-    CheckpointManager(Volume.of(root))
-    warned = any("may not outlive" in str(w.message) for w in recwarn)
-    assert warned == (root not in {"/data/x", "/tmpfs/x"})
+def test_roots_that_do_not_last_are_warned_of_once(root, recwarn):
+    manager._warn_once.cache_clear()
+    for _ in range(2):
+        CheckpointManager(Volume.of(root))
+    warned = [w for w in recwarn if "may not outlive" in str(w.message)]
+    assert len(warned) == (root not in {"/data/x", "/tmpfs/x"})
+    assert all(w.filename == __file__ for w in warned)
 
 
 # --- early proof, reports --------------------------------------------------------------------------------------------
@@ -459,6 +465,21 @@ def test_the_numbers_of_saves_reach_the_mlflow_run(how, tmp_path, monkeypatch):
     assert set(found) == {f"checkpoint_{name}" for name in names}
     assert found["checkpoint_bytes"] == manager.last_save.bytes
     assert found["checkpoint_seconds"] == pytest.approx(manager.last_save.seconds)
+
+
+def test_the_numbers_of_an_async_save_reach_the_run_without_another_call(tmp_path, monkeypatch):
+    import mlflow
+
+    monkeypatch.setattr(manager, "Reporter", functools.partial(Reporter, interval=0.05))
+    with mlflow.start_run() as run:
+        saving = CheckpointManager(tmp_path)
+        summary = saving.save(1, target()).result(timeout=60)
+    deadline = time.monotonic() + 60
+    while "checkpoint_bytes" not in (found := mlflow.get_run(run.info.run_id).data.metrics):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    assert found["checkpoint_bytes"] == summary.bytes
+    saving.close()
 
 
 # --- several ranks ---------------------------------------------------------------------------------------------------

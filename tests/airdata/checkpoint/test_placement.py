@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.distributed.checkpoint.api import CheckpointException
 
-from airdata.checkpoint import UCVolumeReader, UCVolumeWriter, placement
+from airdata.checkpoint import UCVolumeReader, UCVolumeWriter
 from airdata.checkpoint.placement import Budget, InPlace, Upload, check_room
 from airdata.errors import StagingFullError
 from airdata.transport import open_transport
@@ -79,6 +79,23 @@ def test_a_small_file_goes_up_from_memory_and_a_large_one_through_the_staging_di
     assert torch.equal(target["large"], state["large"])
 
 
+@pytest.mark.parametrize(("memory_bytes", "staged"), [(1, True), (4 * LARGE, False), (8 * LARGE, False)])
+def test_how_much_may_be_held_in_memory_can_be_said(memory_bytes, staged, tmp_path):
+    class Noting(MemoryFileSystem):
+        protocol = "noting"
+        put = False
+
+        def put_file(self, local, remote, **kwargs):
+            Noting.put = True
+            super().put_file(local, remote, **kwargs)
+
+    fsspec.register_implementation("noting", Noting, clobber=True)
+    state = {"x": torch.ones(LARGE // 4 - 1000)}
+    writer = UCVolumeWriter("noting://a", staging_dir=tmp_path, memory_bytes=memory_bytes, threads=4)
+    dcp.save(state, storage_writer=writer)
+    assert Noting.put == staged
+
+
 def test_an_upload_that_fails_leaves_nothing_staged_and_nothing_published(tmp_path):
     class Refusing(MemoryFileSystem):
         protocol = "refusing"
@@ -87,14 +104,14 @@ def test_an_upload_that_fails_leaves_nothing_staged_and_nothing_published(tmp_pa
             raise PermissionError("the token has expired")
 
     fsspec.register_implementation("refusing", Refusing, clobber=True)
+    writer = UCVolumeWriter("refusing://a", staging_dir=tmp_path, memory_bytes=1)
     with pytest.raises(CheckpointException, match="the token has expired"):
-        dcp.save({"x": torch.ones(LARGE // 4)}, storage_writer=UCVolumeWriter("refusing://a", staging_dir=tmp_path))
+        dcp.save({"x": torch.ones(LARGE // 4)}, storage_writer=writer)
     assert list(tmp_path.iterdir()) == []
     assert list(open_transport(Volume.of("refusing://a")).list()) == []
 
 
-def test_a_full_staging_disk_is_tried_again_alone_and_then_a_typed_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(placement, "_IN_MEMORY", 0)
+def test_a_full_staging_disk_is_tried_again_alone_and_then_a_typed_error(tmp_path):
     attempts = []
 
     def fill(shard):
@@ -103,7 +120,7 @@ def test_a_full_staging_disk_is_tried_again_alone_and_then_a_typed_error(tmp_pat
         if len(attempts) <= failures:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    upload = Upload(open_transport(Volume.of("memory://placement/full")), str(tmp_path), Budget(1000))
+    upload = Upload(open_transport(Volume.of("memory://placement/full")), str(tmp_path), Budget(1000), 0)
     failures = 1
     assert upload.write("a", 100, fill).size > 0
     failures = 9

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from airdata.checkpoint.ranges import Group, coalesce, pieces, split
+from airdata.checkpoint.ranges import Group, bands, coalesce, depth, pieces, split
 
 lengths = st.lists(st.tuples(st.integers(0, 100), st.integers(1, 100)), max_size=30)
 
@@ -95,6 +95,23 @@ def test_pieces_are_the_slice_and_have_no_large_gap_inside(dimensions, min_gap):
     assert found == sorted(found)
     for inside in found:
         assert all(after - before <= min_gap for before, after in itertools.pairwise(inside))
+
+
+@given(slices, st.integers(1, 40))
+def test_bands_are_the_slice_in_order_and_none_spans_more_than_the_limit(dimensions, limit):
+    shape, offsets, lengths = ([each[part] for each in dimensions] for part in range(3))
+    numbers = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)
+    parts = bands(shape, offsets, lengths, 1, limit)
+    found = [
+        numbers[tuple(slice(o, o + n) for o, n in zip(start, size, strict=True))].ravel().tolist()
+        for start, size in parts
+    ]
+    whole = numbers[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))].ravel().tolist()
+    assert list(itertools.chain(*found)) == whole
+    for start, size in parts:
+        position = depth(size)
+        assert int(np.prod([*size[:position], *shape[position:]], dtype=int)) <= limit
+        assert all(offset >= first for offset, first in zip(start, offsets, strict=True))
 
 
 def test_a_slice_with_small_gaps_is_one_piece():

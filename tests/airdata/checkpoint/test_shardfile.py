@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from airdata.checkpoint.integrity import as_bytes, block_digests, crc32c
-from airdata.checkpoint.shardfile import ShardFile, pack, tensor_bytes
+from airdata.checkpoint.shardfile import ShardFile, pack, tensor_bytes, through_host
 
 sizes = st.lists(st.integers(0, 100), max_size=40)
 
@@ -95,3 +95,27 @@ def test_a_tensor_with_a_gradient_is_stored_as_a_plain_one():
     loaded = torch.load(io.BytesIO(data), weights_only=True)
     assert type(loaded) is torch.Tensor
     assert not loaded.requires_grad
+
+
+@pytest.mark.parametrize("step", [1, 7, 24, 1 << 20])
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.arange(6.0), torch.arange(12).reshape(3, 4).T, torch.tensor(True), torch.arange(5, dtype=torch.bfloat16)],
+    ids=["plain", "transposed", "scalar", "bfloat16"],
+)
+def test_the_way_off_a_device_gives_the_same_bytes_whatever_the_step(tensor, step):
+    steps = [bytes(part.data) for part in through_host(tensor, step)]
+    assert b"".join(steps) == bytes(tensor_bytes(tensor.contiguous()).data)
+    assert max(map(len, steps)) <= step
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_tensor_on_a_gpu_is_stored_as_the_same_bytes_as_one_on_the_cpu():
+    def stored(tensor):
+        sink = io.BytesIO()
+        item = ShardFile("file", sink).add(tensor)
+        return item, sink.getvalue()
+
+    tensor = torch.randn(3, 7 << 20)
+    for variant in (tensor, tensor.T, tensor[:, 5:9], tensor[0, 0], tensor[:0]):
+        assert stored(variant.cuda()) == stored(variant.contiguous())

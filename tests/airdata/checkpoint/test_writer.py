@@ -159,7 +159,7 @@ def test_files_are_packed_by_the_bytes_of_their_shards(tmp_path, shards):
     assert all(torch.equal(loaded[key], state[key]) for key in state)
 
 
-@pytest.mark.parametrize("options", [{"threads": 0}, {"file_bytes": -1}, {"staging_bytes": 0}])
+@pytest.mark.parametrize("options", [{"threads": 0}, {"file_bytes": -1}, {"staging_bytes": 0}, {"memory_bytes": 0}])
 def test_numbers_that_make_no_sense_are_refused(options, tmp_path):
     with pytest.raises(ValueError, match="must be positive"):
         UCVolumeWriter(tmp_path, **options)
