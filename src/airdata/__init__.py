@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         EmptyListingError,
         FetchError,
         ManifestError,
+        MissingFilesError,
         SourceChangedError,
         StagingFullError,
         StalledError,
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
         VolumeError,
     )
     from airdata.files import VolumeFile
-    from airdata.loader import Checkpointable, DataLoader, LoaderStats
+    from airdata.loader import DataLoader, LoaderStats
     from airdata.manifest import Manifest
     from airdata.metrics import Counters
+    from airdata.state import Checkpointable
     from airdata.volume import Volume
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "LoaderStats",
     "Manifest",
     "ManifestError",
+    "MissingFilesError",
     "RNGState",
     "SourceChangedError",
     "StagingFullError",
@@ -76,9 +79,10 @@ _MODULES = {
     "airdata.checkpoint": ("CheckpointManager", "RNGState", "UCVolumeReader", "UCVolumeWriter"),
     "airdata.dataset": ("UCVolumeDataset",),
     "airdata.files": ("VolumeFile",),
-    "airdata.loader": ("Checkpointable", "DataLoader", "LoaderStats"),
+    "airdata.loader": ("DataLoader", "LoaderStats"),
     "airdata.manifest": ("Manifest",),
     "airdata.metrics": ("Counters",),
+    "airdata.state": ("Checkpointable",),
     "airdata.volume": ("Volume",),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}

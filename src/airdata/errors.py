@@ -16,6 +16,7 @@ __all__ = [
     "EmptyListingError",
     "FetchError",
     "ManifestError",
+    "MissingFilesError",
     "SourceChangedError",
     "StagingFullError",
     "StalledError",
@@ -57,6 +58,10 @@ class StalledError(AirdataError, TimeoutError):
 
 class EmptyListingError(AirdataError, FileNotFoundError):
     """A volume, or a pattern on it, matched no file within the wait."""
+
+
+class MissingFilesError(AirdataError, FileNotFoundError):
+    """Fewer files than ``expected_files`` are visible, and no more have come for a while."""
 
 
 class ManifestError(AirdataError, ValueError):

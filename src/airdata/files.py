@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
 
-from airdata.cache import CachedFile, VolumeCache, open_file
-from airdata.errors import ManifestError
+from airdata.arrival import wait_for_files
+from airdata.cache import CachedFile, VolumeCache, find_file, open_file
+from airdata.errors import ManifestError, MissingFilesError
 from airdata.manifest import UNKNOWN_SIZE, Manifest
-from airdata.manifest.listing import list_volume
+from airdata.manifest.listing import list_volume, map_shared
 from airdata.manifest.patterns import Selection
-from airdata.order import Positions
+from airdata.mixing import Mixture, shares
+from airdata.order import EpochOrder, Positions
 from airdata.transport import FileInfo, open_transport
 from airdata.volume import Volume, safe_url
 
@@ -79,6 +82,12 @@ class Files:
         manifests: one per volume, when they need not.
         cache: where copies lie; None for none.
         directory: where manifests lie that the processes of a node share.
+        expected: how many files there must be before anything is read.
+        weights: of the volumes, when an epoch is a mixture of them.
+
+    Raises:
+        ManifestError: manifests and volumes do not belong together.
+        MissingFilesError: the manifests hold fewer files than expected.
     """
 
     def __init__(
@@ -88,6 +97,9 @@ class Files:
         manifests: Sequence[Manifest] | None,
         cache: VolumeCache | None,
         directory: str | None,
+        *,
+        expected: int = 0,
+        weights: Sequence[float] | None = None,
     ) -> None:
         self.volumes = tuple(volumes)
         self.in_place = all(volume.in_place for volume in volumes)
@@ -95,6 +107,8 @@ class Files:
         self._selection = selection
         self._cache = cache
         self._directory = directory
+        self._expected = expected
+        self._weights = None if weights is None else tuple(weights)
         self._manifests: tuple[Manifest, ...] | None = None
         self._ends: list[int] = []
         if manifests is not None:
@@ -102,16 +116,24 @@ class Files:
                 raise ManifestError(f"{len(volumes)} volumes and {len(manifests)} manifests were given")
             for volume, manifest in zip(volumes, manifests, strict=True):
                 _check_source(volume, manifest)
-            self._manifests = tuple(manifests)
+            self._manifests = tuple(map_shared(manifest, directory) for manifest in manifests)
+            found = sum(map(len, manifests))
+            if found < expected:
+                raise MissingFilesError(f"the manifest holds {found} files, and expected_files={expected}")
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:
         """The manifest of each volume, listed when first needed."""
         if self._manifests is None:
-            self._manifests = tuple(
-                list_volume(transport, self._selection, self._directory) for transport in self._transports
-            )
+            listings = [partial(list_volume, one, self._selection, self._directory) for one in self._transports]
+            names = ", ".join(volume.name for volume in self.volumes)
+            self._manifests = wait_for_files(listings, self._expected, names)
         return self._manifests
+
+    @property
+    def retries(self) -> int:
+        """Requests to the volumes that were repeated in this process; only grows."""
+        return sum(transport.retries for transport in self._transports)
 
     @property
     def fingerprint(self) -> str:
@@ -138,6 +160,19 @@ class Files:
             self._ends = list(accumulate(len(manifest) for manifest in self.manifests))
         return self._ends
 
+    @property
+    def shares(self) -> tuple[int, ...] | None:
+        """Samples of each volume in an epoch; None when the volumes are read as one."""
+        return None if self._weights is None else shares(self._weights, list(map(len, self.manifests)))
+
+    def order(self, seed: int, epoch: int, *, shuffle: bool, groups: int = 1) -> Callable[[Positions], Positions]:
+        """What maps the positions of an epoch to the numbers of its files."""
+        order = EpochOrder(seed, epoch, len(self), shuffle=shuffle, groups=groups)
+        if self.shares is None:
+            return order.__getitem__
+        mixture = Mixture(seed, epoch, list(map(len, self.manifests)), self.shares)
+        return lambda positions: mixture[order[positions]]
+
     def take(self, indices: Positions) -> list[Entry]:
         """The entries with these numbers."""
         ends = np.asarray(self._offsets())
@@ -162,6 +197,13 @@ class Files:
             file = transport.stat(entry.path)
             entry = Entry(file.path, file.size, file.version, entry.row, entry.volume)
         return open_file(self._cache, transport, entry)
+
+    def find(self, entry: FileInfo) -> CachedFile | None:
+        """The same lease if the file is on local disk already; None, at once, if it must be fetched."""
+        assert isinstance(entry, Entry)
+        if entry.size == UNKNOWN_SIZE:
+            return None
+        return find_file(self._cache, self._transports[entry.volume], entry)
 
     def name(self, entry: Entry) -> str:
         """The full name of a file, for messages."""

@@ -10,24 +10,26 @@ import copy
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.utils.data
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from airdata.dataset import UCVolumeDataset
-from airdata.delivery import Delivery, LoaderStats, OnWorker, Seal, Tracked, let_workers_go
+from airdata.delivery import Delivery, LoaderStats
 from airdata.errors import StateError
 from airdata.metrics import Counters, Reporter
-from airdata.order import Schedule
 from airdata.position import share
-from airdata.sources import find_sources
-from airdata.state import Received, Start
+from airdata.received import Received
+from airdata.state import Start
+from airdata.tracked import OnWorker, Seal, Tracked, let_workers_go
+from airdata.wrappers import find_sources
 
-__all__ = ["Checkpointable", "DataLoader", "LoaderStats"]
+__all__ = ["DataLoader", "LoaderStats"]
 
 _log = logging.getLogger(__name__)
 T_co = TypeVar("T_co", covariant=True)
@@ -36,19 +38,6 @@ DEFAULT_WORKERS = 6
 DEFAULT_PREFETCH_FACTOR = 4
 # The batch in the loop's hands, and one being made.
 _BATCHES_IN_USE = 2
-
-
-@runtime_checkable
-class Checkpointable(Protocol):
-    """An object whose position can be saved and restored; what DCP and torchdata call stateful."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, as plain values."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a saved position."""
-        ...
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -108,7 +97,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         pin_memory_device: str = "",
         in_order: bool = True,
     ) -> None:
-        sources = find_sources(dataset)
+        # A map-style dataset that knows a source has no order in which it reads it.
+        sources = find_sources(dataset) if isinstance(dataset, IterableDataset) else []
         if shuffle and sources:
             raise ValueError("shuffle=True belongs to the dataset: UCVolumeDataset(..., shuffle=True, seed=...)")
         workers = _default_workers() if num_workers is None else num_workers
@@ -135,47 +125,46 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
         self._may_lower_workers = num_workers is None
         self._sources = sources
-        self._start: Start | None = None
+        self._starts: list[Start] = []
         self._tracked: Tracked | None = None
-        self._control: torch.Tensor | None = None
+        self._controls: list[torch.Tensor] = []
         self._done: torch.Tensor | None = None
         self._stats = LoaderStats()
         self._reporter: Reporter | None = None
-        if len(sources) == 1:
-            sources[0].batch_size = batch_size or 1
+        # The name is Accelerate's: its `prepare` leaves such a loader as it is. Otherwise it shares the batches of each
+        # rank out among the ranks a second time, and every rank silently loses all but a part of its files.
+        self._is_accelerate_prepared = bool(sources)
+        for source in sources:
+            source.batch_size = batch_size or 1
 
     # --- position ---
 
     @property
-    def source(self) -> UCVolumeDataset:
-        """The dataset of files that this loader reads from.
+    def sources(self) -> list[UCVolumeDataset]:
+        """The datasets of files that this loader reads from.
 
         Raises:
-            StateError: there is none, or several, so there is no position.
+            StateError: there is none, so there is no position.
         """
-        if len(self._sources) == 1:
-            return self._sources[0]
-        kind = type(self.dataset).__name__
         if not self._sources:
             raise StateError(
-                f"no UCVolumeDataset was found in {kind}, so there is no position to save. A wrapper must keep its "
-                "source in an attribute (self.source = source)."
+                f"no UCVolumeDataset was found in {type(self.dataset).__name__}, so there is no position to save. A "
+                "wrapper must keep its source in an attribute (self.source = source)."
             )
-        raise StateError(
-            f"{len(self._sources)} UCVolumeDatasets were found in {kind}, and a position is that of one. Give one "
-            "dataset a list of paths, or use one loader for each."
-        )
+        return self._sources
 
     def state_dict(self) -> dict[str, Any]:
         """The position of what the training loop has received: plain ints and strings, the same on every rank.
 
-        Valid for any other world size, worker count and batch size. Behind a wrapper that drops samples or makes
-        several of one file, ``source`` is not empty, and the position is that of this rank on this topology.
+        Valid for any other world size, worker count and batch size. Behind a wrapper that drops samples, makes several
+        of one file or reads one dataset after the other, ``source`` is not empty, and the position is that of this rank
+        on this topology. With several sources there is one such state for each: ``{"source_0": …, "source_1": …}``.
 
         Raises:
-            StateError: there is no position; see :attr:`source`.
+            StateError: there is no position; see :attr:`sources`.
         """
-        return self.source.state_dict()
+        states = [source.state_dict() for source in self.sources]
+        return states[0] if len(states) == 1 else {f"source_{number}": state for number, state in enumerate(states)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved position: the next iteration yields the rest of its epoch, the one after it a whole one.
@@ -183,7 +172,18 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             StateError: it does not fit this dataset; says what differs.
         """
-        self.source.load_state_dict(state_dict)
+        sources = self.sources
+        if len(sources) == 1:
+            sources[0].load_state_dict(state_dict)
+            return
+        names = [f"source_{number}" for number in range(len(sources))]
+        if set(state_dict) != set(names):
+            raise StateError(
+                f"this loader reads {len(sources)} datasets, whose positions are {', '.join(names)}; the state has "
+                f"{', '.join(map(str, state_dict)) or 'nothing'}"
+            )
+        for name, source in zip(names, sources, strict=True):
+            source.load_state_dict(state_dict[name])
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration reads; see :meth:`UCVolumeDataset.set_epoch`."""
@@ -198,80 +198,91 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         mine = self._stats
         return LoaderStats(mine.batches, mine.fetch_seconds, mine.loop_seconds, files)
 
+    def _totals(self) -> dict[str, float]:
+        return self.stats().files.as_metrics()
+
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch; what wrappers drop or add is not known."""
         if len(self._sources) != 1:
             return super().__len__()
-        topology = self._sources[0].topology()
-        schedule = self._schedule(topology.world_size)
-        return schedule.batches(topology.rank)
+        schedule, rank = self._sources[0].schedule(self.batch_size or 1, drop_last=self.drop_last)
+        return schedule.batches(rank)
 
     # --- iteration ---
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # PyTorch names its own iterator class
         if self._reporter is None:
             self._reporter = Reporter()
-        if len(self._sources) != 1:
+            self._reporter.watch(self._totals)
+        if not self._sources:
             return Delivery(self._stats, self._reporter, super().__iter__())
-        source = self._sources[0]
-        self._lower_workers(source)
-        batch_size = self.batch_size or 1
-        start = source.plan(
-            batch_size=batch_size,
-            drop_last=self.drop_last,
-            workers=max(1, self.num_workers),
-            keep=((self.prefetch_factor or 0) + _BATCHES_IN_USE) * batch_size,
-        )
-        self._start = start
-        if self._iterator is not None and self._control is not None and self._done is not None:
-            self._control.copy_(torch.tensor(start.pack()))
+        self._lower_workers()
+        batch_size, self._starts = self.batch_size or 1, []
+        for source in self._sources:
+            start = source.plan(
+                batch_size=batch_size,
+                drop_last=self.drop_last,
+                workers=max(1, self.num_workers),
+                keep=((self.prefetch_factor or 0) + _BATCHES_IN_USE) * batch_size,
+            )
+            self._starts.append(start)
+        if len({start.turn for start in self._starts}) > 1:
+            raise StateError("the positions of this loader's datasets were not saved at the same time")
+        if self._iterator is not None and self._done is not None:
+            for control, start in zip(self._controls, self._starts, strict=True):
+                control.copy_(torch.tensor(start.pack()))
             self._done.zero_()
         inner = super().__iter__()
-        received = Received(start, len(source.files))
-        source.follow(received.position)
+        received = Received(self._starts, [len(source.files) for source in self._sources])
+        for number, source in enumerate(self._sources):
+            source.follow(partial(received.position, number))
         tracked = self._tracked if self.num_workers == 0 else None
         return Delivery(
-            self._stats, self._reporter, inner, source=source, received=received, tracked=tracked, done=self._done
+            self._stats,
+            self._reporter,
+            inner,
+            sources=self._sources,
+            received=received,
+            tracked=tracked,
+            done=self._done,
         )
 
     def _get_iterator(self) -> Any:
-        if self._start is None or len(self._sources) != 1:
+        if not self._starts:
             return super()._get_iterator()
         # A view of this loader with the dataset tracked and batches sealed: what the user gave stays as it was, also
         # for frameworks that build a loader of their own from the attributes of this one.
-        control = share(torch.tensor(self._start.pack()))
-        done = share(torch.zeros(self._start.workers + 1, dtype=torch.int64))
-        tracked = Tracked(self.dataset, self._sources[0], control, done)
+        controls = [share(torch.tensor(start.pack())) for start in self._starts]
+        done = share(torch.zeros(self._starts[0].workers + 1, dtype=torch.int64))
+        tracked = Tracked(self.dataset, self._sources, controls, done)
         view = copy.copy(self)
         view.__dict__.update(
             dataset=tracked,
-            generator=self.generator or _worker_seeds(self._start),
+            generator=self.generator or _worker_seeds(self._starts),
             collate_fn=Seal(self.collate_fn, tracked),
             worker_init_fn=OnWorker(self.worker_init_fn),
         )
-        self._tracked, self._control, self._done = tracked, control, done
+        self._tracked, self._controls, self._done = tracked, controls, done
         iterator = super(DataLoader, view)._get_iterator()
         # The garbage collector may come to PyTorch's iterator, which waits for its workers, before it comes to ours.
         weakref.finalize(iterator, let_workers_go, done)
         return iterator
 
-    def _schedule(self, world_size: int) -> Schedule:
-        return self._sources[0].schedule(world_size, self.batch_size or 1, drop_last=self.drop_last)
-
-    def _lower_workers(self, source: UCVolumeDataset) -> None:
-        if not self._may_lower_workers or self._iterator is not None:
+    def _lower_workers(self) -> None:
+        if not self._may_lower_workers or self._iterator is not None or len(self._sources) > 1:
             return
         self._may_lower_workers = False
-        # The most batches that any rank has, so that all ranks come to the same number.
-        batches = self._schedule(source.topology().world_size).batches(0)
+        schedule, _ = self._sources[0].schedule(self.batch_size or 1, drop_last=self.drop_last)
+        batches = schedule.batches(0)  # the most that any rank has, so that all ranks come to the same number
         if 1 <= batches < self.num_workers:
             _log.info("%d loader workers instead of %d: there are %d batches", batches, self.num_workers, batches)
             self.num_workers = batches
 
 
-def _worker_seeds(start: Start) -> torch.Generator:
-    """Where the seeds of an iterator's workers come from: the program's seed and the position it starts from."""
-    words = np.random.SeedSequence([torch.initial_seed() & (1 << 64) - 1, start.epoch, start.base]).generate_state(2)
+def _worker_seeds(starts: Sequence[Start]) -> torch.Generator:
+    """Where the seeds of an iterator's workers come from: the program's seed and the positions it starts from."""
+    where = [number for start in starts for number in (start.epoch, start.base)]
+    words = np.random.SeedSequence([torch.initial_seed() & (1 << 64) - 1, *where]).generate_state(2)
     return torch.Generator().manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
 
 

@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-from airdata.errors import StateError
-
 __all__ = ["Position"]
 
 # Slots of the shared memory. Each worker writes a slot of its own only, so no lock is needed.
-_EPOCH, _BASE, _LOADS, _READ_BY_WORKERS, _FIRST_WORKER = range(5)
+_EPOCH, _BASE, _LOADS, _READ_BY_WORKERS, _GROUPS, _FIRST_WORKER = range(6)
 _MOST_WORKERS = 1024
 
 
@@ -42,6 +40,15 @@ class Position:
     def where(self) -> tuple[int, str]:
         """Samples of the epoch that were served by all ranks, and ``source`` as in :class:`airdata.state.State`."""
         return self._where if self._follow is None else self._follow()
+
+    @property
+    def groups(self) -> int:
+        """Into how many groups the files are dealt; 0 before anything was read or loaded."""
+        return int(self._shared[_GROUPS])
+
+    @groups.setter
+    def groups(self, groups: int) -> None:
+        self._shared[_GROUPS] = groups
 
     @property
     def read_by_workers(self) -> bool:
@@ -91,15 +98,6 @@ class Position:
         self._shared[_BASE] = served if resumes else 0
         if resumes:
             self._shared[_LOADS] += 1
-
-    def state_error(self) -> StateError | None:
-        """Why there is no telling the position, if so."""
-        if not self.read_by_workers:
-            return None
-        return StateError(
-            "the position is not known here: this dataset was read by workers of a loader that does not report what "
-            "the training loop received. Use airdata.DataLoader and save its state, or num_workers=0."
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         # Memory is shared with a worker that is being spawned; any other copy gets its own.

@@ -295,6 +295,29 @@ def test_a_bad_file_is_replaced_by_the_same_one_on_every_topology(volume) -> Non
     assert names(resumed) == whole[1:]
 
 
+@pytest.mark.parametrize("on_error", ["replace", "skip"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_over_bad_files_resumes_with_the_same_samples(volume, on_error, workers) -> None:
+    directory = volume(14)
+    options = {
+        "manifest": broken_volume(directory, 1, 6, 13),
+        "on_error": on_error,
+        "max_bad_files": 9,
+        "shuffle": True,
+    }
+
+    def loader() -> airdata.DataLoader:
+        return airdata.DataLoader(UCVolumeDataset(directory, **options), batch_size=3, num_workers=workers)
+
+    whole = [names(batch) for batch in loader()]
+    assert sum(map(len, whole)) == {"replace": 14, "skip": 11}[on_error]
+    for step in range(0, len(whole), 2 if workers else 1):
+        running, resumed = loader(), loader()
+        before = [names(batch) for batch in itertools.islice(iter(running), step)]
+        resumed.load_state_dict(running.state_dict())
+        assert before + [names(batch) for batch in resumed] == whole, step
+
+
 def test_too_many_bad_files_are_an_error(volume, caplog) -> None:
     directory = volume(12)
     manifest = broken_volume(directory, 1, 2, 3)
@@ -327,16 +350,20 @@ def test_bad_files_can_be_skipped_where_ranks_may_differ(volume) -> None:
         {"rank": 1},
         {"rank": 2, "world_size": 2},
         {"cache": False, "cache_dir": "/x"},
+        {"groups": 2},
+        {"groups": 0, "shuffle_scope": "group"},
+        {"nodes": 2},
+        {"rank": 0, "world_size": 3, "nodes": 2},
+        {"weights": [1.0], "shuffle": False},
+        {"weights": [1.0, 2.0], "shuffle": True},
+        {"weights": [0.0], "shuffle": True},
+        {"weights": [float("nan")], "shuffle": True},
+        {"weights": [1.0], "shuffle": True, "shuffle_scope": "group"},
     ],
 )
 def test_arguments_that_make_no_sense_are_refused_before_any_io(tmp_path, wrong) -> None:
     with pytest.raises((ValueError, TopologyError)):
         UCVolumeDataset(str(tmp_path / "missing"), **wrong)
-
-
-def test_what_is_not_there_yet_says_so(tmp_path) -> None:
-    with pytest.raises(NotImplementedError, match="group"):
-        UCVolumeDataset(str(tmp_path), shuffle_scope="group")
 
 
 # --- fetching ---

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from airdata import order as order_module
-from airdata.order import UNEVEN, EpochOrder, Schedule, permute
+from airdata.order import EpochOrder, permute
+from airdata.schedule import UNEVEN, Schedule
 
 GOLDEN_SORTED = [8, 0, 3, 1, 10, 6, 4, 11, 5, 9, 7, 2]
 GOLDEN_MAPPED = [2033544949, 1819878080, 2740044803, 1751449484]
@@ -129,6 +130,38 @@ def test_an_order_is_a_permutation(limit, n, seed, epoch) -> None:
         patch.setattr(order_module, "SORTED_UP_TO", limit)
         order = EpochOrder(seed, epoch, n, shuffle=True)
         assert sorted(order[np.arange(n)].tolist()) == list(range(n))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n=st.integers(50_000_001, 2**44),
+    groups=st.sampled_from([1, 2, 3, 8]),
+    seed=st.integers(0, 2**63),
+    data=st.data(),
+)
+def test_an_order_of_any_size_sends_positions_to_samples_one_to_one_without_a_table(n, groups, seed, data) -> None:
+    order = EpochOrder(seed, 0, n, shuffle=True, groups=groups)
+    first = data.draw(st.integers(0, n - 300))
+    far = data.draw(st.lists(st.integers(0, n - 1), max_size=100))
+    positions = np.unique(np.array([*range(first, first + 300), *far], dtype=np.int64))
+    rows = order[positions]
+    assert len(np.unique(rows)) == len(positions)
+    assert rows.min() >= 0
+    assert rows.max() < n
+    one = data.draw(st.integers(0, len(positions) - 1))
+    assert order[positions[one : one + 1]].tolist() == rows[one : one + 1].tolist()
+    assert order._table is None
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_an_order_too_long_to_sort_is_a_permutation_to_the_last_sample(groups) -> None:
+    n = order_module.SORTED_UP_TO + 5
+    order = EpochOrder(1, 2, n, shuffle=True, groups=groups)
+    seen = np.zeros(n, bool)
+    for first in range(0, n, 1 << 17):
+        seen[order[np.arange(first, min(first + (1 << 17), n))]] = True
+    assert seen.all()
+    assert order._table is None
 
 
 def test_orders_differ_by_seed_and_epoch_and_repeat_for_the_same() -> None:

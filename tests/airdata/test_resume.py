@@ -16,8 +16,9 @@ from torch.utils.data import IterableDataset
 
 from airdata import DataLoader, UCVolumeDataset
 from airdata.errors import StateError
-from airdata.order import UNEVEN
-from airdata.state import Place, Received, Report, Start, State, pack_source, resume_source
+from airdata.received import Received
+from airdata.schedule import UNEVEN
+from airdata.state import Place, Report, Start, State, pack_source, resume_source
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:.*ranks get one batch less")
 
@@ -92,7 +93,9 @@ def test_every_step_of_three_epochs_can_be_saved_and_resumed(volume, workers, pr
 
     def loader() -> DataLoader:
         dataset = Numbers(UCVolumeDataset(directory, shuffle=True, seed=4))
-        return DataLoader(dataset, batch_size=batch, num_workers=workers, prefetch_factor=prefetch)
+        return DataLoader(
+            dataset, batch_size=batch, num_workers=workers, prefetch_factor=prefetch, persistent_workers=workers > 1
+        )
 
     whole = loader()
     epochs = [numbers(whole) for _ in range(4)]
@@ -245,6 +248,8 @@ starts = st.builds(
     uneven=st.sampled_from(UNEVEN),
     keep=st.integers(0, 99),
     turn=st.integers(0, 5),
+    nodes=st.integers(1, 3),
+    groups=st.integers(1, 9),
     places=st.lists(places, min_size=1, max_size=5).map(tuple),
 )
 
@@ -270,17 +275,17 @@ def test_places_saved_on_a_topology_come_back_on_it(start, saved, turn) -> None:
     world=st.integers(1, 3),
 )
 def test_batches_that_come_as_dealt_are_counted_by_one_integer(n, base, batch, workers, world) -> None:
-    start = Start(0, min(base, n), 0, world, 1, batch, "keep", 0, 0, (Place(0),) * workers)
-    received = Received(start, n)
-    schedule = start.schedule(n)
+    start = Start(0, min(base, n), 0, world, 1, batch, "keep", 0, (Place(0),) * workers)
+    received = Received([start], [n])
+    schedule, passed = start.schedule(n), [0] * workers
     for step in range(schedule.batches(0)):
         assert received.position() == (schedule.served(step), "")
         role = step % workers
-        passed = received.places[role].passed + len(schedule.span(step, 0))
-        received.add(Report(role, Place(0, passed)))
+        passed[role] += len(schedule.span(step, 0))
+        received.add(Report(role, (Place(0, passed[role]),)))
     assert received.position() == (schedule.served(schedule.batches(0)), "")
     if schedule.batches(0):
-        received.add(Report(0, Place(0, received.places[0].passed + 1)))
+        received.add(Report(0, (Place(0, passed[0] + 1),)))
         assert received.position()[1] != ""
 
 

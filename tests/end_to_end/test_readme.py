@@ -76,7 +76,22 @@ def test_storage(tmp_path):
     run(tmp_path, PREAMBLE + state + code + check)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "CHANGELOG.md"])
+def test_the_page_on_data(tmp_path):
+    from PIL import Image
+
+    for number in range(200):
+        file = tmp_path / f"volumes/main/demo/photos/train/{('cat', 'dog')[number % 2]}/{number:04d}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(file)
+    page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    printed = run(tmp_path, "\n".join(blocks))
+    assert "0 16\n184 samples were left\n" in printed
+    for comment in re.findall(r"print\(.*\) +# (.*?)(?: \.\.\.)?\n", "".join(blocks)):
+        assert comment in printed
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/data.md", "CHANGELOG.md"])
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", text):
