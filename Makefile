@@ -10,7 +10,7 @@ ARGS   ?=
 bin    := $(VENV)/bin
 stamp  := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: venv demo test lint bench clean
+.PHONY: venv servers demo test lint bench clean
 venv: $(stamp)
 
 # The torch line is taken out of the constraints and installed first, so that TORCH can differ from it.
@@ -25,8 +25,14 @@ $(stamp): pyproject.toml constraints.txt
 demo: venv
 	$(bin)/python examples/digits.py $(ARGS)
 
-test: venv
+test: venv servers
 	$(bin)/python -m pytest $(ARGS)
+
+# An Azure storage server for the tests; without npm they say that they need it. This release runs on any Node.
+servers: .servers/.installed
+.servers/.installed:
+	mkdir -p .servers
+	npm install --prefix .servers --no-audit --no-fund --silent azurite@3.35.0 && touch $@ || echo "no Azure server for the tests"
 
 lint: venv
 	$(bin)/ruff check src tests examples benchmarks
