@@ -250,7 +250,7 @@ class HostClock:
 def read_once(setting: Setting, latency: float) -> Result:
     """What the source is asked for by eight ranks of six workers each, on the CPU."""
     ranks, workers = (2, 2) if setting.small else (ONCE_RANKS, ONCE_WORKERS)
-    names = sorted(Path(setting.path("store/train")).rglob("*.jpg"))[: 96 if setting.small else 2048]
+    names = sorted(Path(setting.path("store/train")).rglob("*.jpg"))[: 96 if setting.small else 1024]
     for name in names:
         link = Path(setting.path("once"), name.parent.name, name.name)
         link.parent.mkdir(parents=True, exist_ok=True)
