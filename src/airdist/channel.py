@@ -1,7 +1,8 @@
-"""Messages between the processes of a launch: one JSON object a line, over a socket that both ends inherit.
+"""Messages between the processes of a launch: a JSON object a line, and after some lines as many raw bytes as they say.
 
-Caller and agent, and agent and rank, speak through the same few lines of code. The agent's ends never block: what a
-slow caller does not take waits in `pending`, so that the agent goes on serving its ranks.
+Caller and agent, agent and rank, and the agents of several nodes speak through the same few lines of code, over a
+socket that both ends inherit or one that has proved itself (`airdist.link`). The agents' ends never block: what a slow
+reader does not take waits in `pending`, so that an agent goes on serving its ranks.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel"]
 
-_READ = 1 << 16
+_READ = 1 << 17
+_READS = 64  # at most so many in a row, so that one talker does not keep an agent from all else
 
 
 class Channel:
-    """One end of a conversation in JSON lines.
+    """One end of a conversation.
 
     Attributes:
         closed: True once the other end is gone; sending is then a quiet no-op, since what follows from the other's
             death is decided by whoever watches it.
+        heard: bytes that came in so far; a number that stays the same is a silent other end.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -31,6 +34,7 @@ class Channel:
         self._inbox = bytearray()
         self._outbox = bytearray()
         self.closed = False
+        self.heard = 0
 
     def fileno(self) -> int:
         """Descriptor for a selector."""
@@ -41,9 +45,21 @@ class Channel:
         """Bytes that the other end has not taken yet."""
         return len(self._outbox)
 
-    def send(self, kind: str, **fields: Any) -> None:
-        """Queue one message and send what the socket takes now (all of it, if the socket blocks)."""
-        self._outbox += json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """Host addresses of this end and of the other, of a TCP connection."""
+        return self._socket.getsockname()[0], self._socket.getpeername()[0]
+
+    def send(self, kind: str, *, data: bytes | None = None, **fields: Any) -> None:
+        """Queue one message and send what the socket takes now (all of it, if the socket blocks).
+
+        Args:
+            kind: what the message is.
+            data: bytes that travel as they are.
+            fields: everything else, as JSON.
+        """
+        header = {"kind": kind, **fields} if data is None else {"kind": kind, **fields, "size": len(data)}
+        self._outbox += json.dumps(header, separators=(",", ":")).encode() + b"\n" + (data or b"")
         self.flush()
 
     def flush(self) -> None:
@@ -59,12 +75,13 @@ class Channel:
             self._outbox.clear()
 
     def receive(self) -> list[dict[str, Any]]:
-        """The complete messages of one read or, from a socket that does not block, all that have come in.
+        """The complete messages of one read or, from a socket that does not block, of what has come in.
 
         An empty list with `closed` set marks the end of the conversation.
         """
-        known = len(self._inbox)
-        while not self.closed:
+        for _ in range(_READS):
+            if self.closed:
+                break
             try:
                 data = self._socket.recv(_READ)
             except BlockingIOError:
@@ -72,13 +89,26 @@ class Channel:
             except OSError:
                 data = b""
             self._inbox += data
+            self.heard += len(data)
             self.closed = not data
             if os.get_blocking(self._socket.fileno()):
                 break
-        if self._inbox.find(b"\n", known) < 0:
-            return []
-        *lines, self._inbox = self._inbox.split(b"\n")
-        return [json.loads(line) for line in lines]
+        return self._complete()
+
+    def _complete(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        taken = 0
+        while (end := self._inbox.find(b"\n", taken) + 1) > 0:
+            message = json.loads(self._inbox[taken:end])
+            size = message.pop("size", None)
+            if size is not None:
+                if len(self._inbox) < end + size:
+                    break
+                message["data"] = bytes(self._inbox[end : end + size])
+            taken = end + (size or 0)
+            messages.append(message)
+        del self._inbox[:taken]
+        return messages
 
     def close(self) -> None:
         """Close this end."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from airdist.errors import DistributedTimeoutError, LaunchCancelledError
+from airdist import errors
+from airdist.errors import AirdistError, DistributedTimeoutError, LaunchCancelledError, LaunchError, NodeLostError
 from airdist.failure import LaunchFailure, RankFailure, cause, death, explain, tail
 from airdist.outcome import read
 from airdist.results import Results
@@ -18,26 +19,28 @@ if TYPE_CHECKING:
 __all__ = ["collect"]
 
 
-def collect(ended: Mapping[str, Any], directory: RunDirectory, *, nprocs: int, timeout: float | None) -> Results[Any]:
+def collect(ended: Mapping[str, Any], directory: RunDirectory, *, timeout: float | None) -> Results[Any]:
     """The results of a launch.
 
     Args:
         ended: last message of the agent.
         directory: run directory.
-        nprocs: number of ranks.
         timeout: what the launch was given, in seconds, for the message.
 
     Raises:
         LaunchCancelledError: when it was told to stop.
+        LaunchError: when a node did not come, refused, or disappeared.
         DistributedTimeoutError: when it ran out of time, with the stacks of all ranks.
         Exception: what the rank raised that failed first, see `airdist.failure`.
     """
-    attempt = ended["attempt"]
+    attempt, nprocs = ended["attempt"], len(ended["ranks"])
     results: dict[int, Any] = {}
     failures: list[RankFailure] = []
     for rank in ended["ranks"]:
         _sort_out(rank, directory, attempt, results, failures)
     reason = ended["reason"]
+    if reason in {"refused", "absent"}:
+        raise _not_started(ended)
     if reason == "timeout":
         error: BaseException = _timed_out(directory, attempt, nprocs, timeout, results)
     elif failures:
@@ -47,7 +50,9 @@ def collect(ended: Mapping[str, Any], directory: RunDirectory, *, nprocs: int, t
     elif reason == "finished":
         return Results(results[rank] for rank in range(nprocs))
     else:
-        error = LaunchCancelledError(f"the launch was cancelled; logs: {directory.logs}")
+        taken = f"ended by SIGTERM to the agent of {ended.get('taken') or 'node 0'} (by its scheduler, most likely)"
+        how = taken if reason == "terminated" else "cancelled"
+        error = LaunchCancelledError(f"the launch was {how}; logs: {directory.logs}")
     error.launch = LaunchFailure(directory.path, tuple(failures), results)  # type: ignore[attr-defined]
     raise error
 
@@ -67,9 +72,27 @@ def _sort_out(
             results[number] = body
         else:
             failures.append(RankFailure(number, body, record.summary, record.traceback, record.host, log, rank["at"]))
+    elif not rank["stopped"] and rank["lost"]:
+        gone = NodeLostError(rank["lost"], node=rank["node"], host=rank["host"])
+        failures.append(RankFailure(number, gone, rank["lost"], "", rank["host"], log, rank["at"]))
     elif not rank["stopped"] and rank["returncode"] is not None:
         error = death(number, rank["returncode"])
-        failures.append(RankFailure(number, error, str(error), "", "", log, rank["at"]))
+        failures.append(RankFailure(number, error, str(error), "", rank["host"], log, rank["at"]))
+
+
+def _not_started(ended: Mapping[str, Any]) -> AirdistError:
+    """Why nothing was started; what a node refused for is raised as the error that it would be here."""
+    if ended["refused"]:
+        first = ended["refused"][0]
+        kind = getattr(errors, first["error"], LaunchError)
+        texts = [f"node {refusal['node']} ({refusal['host']}): {refusal['text']}" for refusal in ended["refused"]]
+        error: AirdistError = kind("\n".join(texts))
+        return error
+    absent = ", ".join(map(str, ended["absent"]))
+    return LaunchError(
+        f"these nodes did not come within the time to start: {absent} (of {ended['nodes']}; node 0 was there). "
+        "engine_options={'start_timeout': ...} gives them longer"
+    )
 
 
 def _timed_out(

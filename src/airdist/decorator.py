@@ -60,8 +60,8 @@ class DistributedFunction(Generic[P, R]):
     def distributed(self, *args: P.args, **kwargs: P.kwargs) -> Results[R]:
         """Run the function on every accelerator, show its output, and wait.
 
-        Every rank gets the same arguments. Under torchrun or srun (`RANK` and `WORLD_SIZE` are set) the function runs
-        in this process, as that rank.
+        Every rank gets the same arguments. Where an outer launcher has started the processes already (torchrun, srun, a
+        JobSet), this one takes part in that world, as a rank or as a node of it.
 
         Returns:
             The return values, a list by rank.
@@ -74,21 +74,29 @@ class DistributedFunction(Generic[P, R]):
             RankDiedError: when a rank was killed or crashed.
             Exception: the original exception of the rank that failed first; its traceback there is its `__cause__`.
         """
-        from airdist.attach import outer_world, run_attached  # noqa: PLC0415 - a decoration need not load a launcher
-        from airdist.launch import start_launch  # noqa: PLC0415
+        from airdist.attach import RankWorld, outer_world, run_attached  # noqa: PLC0415 - needed by a launch alone
+        from airdist.launch import start_launch  # noqa: PLC0415 - as above
 
         self._check_arguments(args, kwargs)
-        world = outer_world(os.environ, self.settings)
+        world, settings = outer_world(os.environ, self.settings), self.settings
+        results: Results[R]
+        if isinstance(world, RankWorld):
+            results = run_attached(self.__wrapped__, args, kwargs, world, settings)
+            return results
         if world is not None:
-            attached: Results[R] = run_attached(self.__wrapped__, args, kwargs, world[0])
-            return attached
-        return start_launch(self.__wrapped__, args, kwargs, self.settings, display=True).watch()
+            from airdist.engines.joined import take_part  # noqa: PLC0415 - as above
+
+            if world.node > 0:
+                results = take_part(world, settings)
+                return results
+            settings = settings.override({"engine": "joined", "nodes": world.nodes})
+        return start_launch(self.__wrapped__, args, kwargs, settings, display=True).watch()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Launch[R]:
         """Start the same launch and return its handle at once: `result()`, `cancel()`, `logs(rank)`, or `await` it.
 
         Raises:
-            LaunchError: under an outer launcher, where there is nothing to start.
+            LaunchError: in a process that an outer launcher has started as a rank or a node: there is nothing to start.
         """
         from airdist.attach import outer_world  # noqa: PLC0415 - as above
         from airdist.errors import LaunchError  # noqa: PLC0415
@@ -97,19 +105,19 @@ class DistributedFunction(Generic[P, R]):
         self._check_arguments(args, kwargs)
         if outer_world(os.environ, self.settings) is not None:
             raise LaunchError(
-                "RANK and WORLD_SIZE are set: the processes exist already; use .distributed() to take part"
+                "an outer launcher has started this process as a rank or a node; use .distributed() to take part"
             )
         return start_launch(self.__wrapped__, args, kwargs, self.settings, display=False)
 
     def with_overrides(self, **settings: Any) -> DistributedFunction[P, R]:
         """The same function with some settings changed; this one stays as it is."""
-        return DistributedFunction(self.__wrapped__, self.settings.override(settings))
+        return type(self)(self.__wrapped__, self.settings.override(settings))
 
     def __get__(self, instance: object, owner: type | None = None) -> DistributedFunction[..., R]:
         """A method, bound to its object, which travels to the ranks with it."""
         if instance is None:
             return self
-        return DistributedFunction(types.MethodType(self.__wrapped__, instance), self.settings)
+        return type(self)(types.MethodType(self.__wrapped__, instance), self.settings)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """As its name where the importer would find this object under it, like a function; else by value."""
@@ -119,7 +127,7 @@ class DistributedFunction(Generic[P, R]):
         name: str = self.__qualname__
         if found is self and self.__module__ != "__main__":
             return name
-        return DistributedFunction, (self.__wrapped__, self.settings)
+        return type(self), (self.__wrapped__, self.settings)
 
     def __repr__(self) -> str:
         """The signature, the settings that differ from the defaults, and how to use it."""
@@ -156,6 +164,7 @@ def distributed(
     *,
     engine: str | None = None,
     nodes: int = 1,
+    engine_options: Mapping[str, Any] | None = None,
     max_restarts: int = 0,
     env: Mapping[str, str] | None = None,
     name: str | None = None,
@@ -176,6 +185,7 @@ def distributed(
     *,
     engine: str | None = None,
     nodes: int = 1,
+    engine_options: Mapping[str, Any] | None = None,
     max_restarts: int = 0,
     env: Mapping[str, str] | None = None,
     name: str | None = None,
@@ -190,12 +200,15 @@ def distributed(
     """Make a function launchable on every accelerator: `@distributed`, or `@distributed(num_accelerators=2)`.
 
     Args:
-        num_accelerators: processes, one for each accelerator. By default every visible accelerator; without any, one
-            CPU process. Without any, a number asks for that many CPU processes.
+        num_accelerators: processes on each node, one for each accelerator. By default every visible accelerator;
+            without any, one CPU process. Without any, a number asks for that many CPU processes.
         accelerator_type: what must be attached, such as `AcceleratorType.GPU_8xH100`; by default anything.
         timeout: seconds that a launch may take, over all its attempts; None: no limit.
         engine: what starts the ranks; by default `AIRDIST_ENGINE`, else "local", this machine.
-        nodes: machines.
+        nodes: machines, each with `num_accelerators`.
+        engine_options: what the engine wants to know, such as `{"partition": "gpu", "time": "4:00:00"}` for Slurm. All
+            engines of several machines have `start_timeout` (seconds for the nodes to come together, 300), `heartbeat`
+            (seconds of silence after which a node counts as lost, 30), `queue_timeout` (86,400) and `python`.
         max_restarts: how often all ranks are started again after one of them failed.
         env: variables for the ranks, besides the caller's environment at the time of the call.
         name: name of the run; by default the function's.
@@ -232,6 +245,7 @@ def distributed(
         timeout=timeout,
         engine=engine,
         nodes=nodes,
+        engine_options=engine_options or {},
         max_restarts=max_restarts,
         env=env or {},
         name=name,

@@ -22,6 +22,7 @@ __all__ = [
     "LaunchCancelledError",
     "LaunchError",
     "NestedLaunchError",
+    "NodeLostError",
     "PayloadError",
     "RankDiedError",
     "RankError",
@@ -52,6 +53,23 @@ class NestedLaunchError(LaunchError):
 
 class AgentDiedError(LaunchError):
     """The supervising agent died; the kernel has ended its ranks."""
+
+
+class NodeLostError(LaunchError):
+    """A node of the launch has disappeared: its machine, its agent, or the way to it.
+
+    Attributes:
+        node: rank of the node.
+        host: name of its machine.
+    """
+
+    def __init__(self, message: str, *, node: int, host: str) -> None:
+        super().__init__(message)
+        self.node = node
+        self.host = host
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.args, dict(self.__dict__)))
 
 
 class LaunchCancelledError(LaunchError):

@@ -11,6 +11,7 @@ never lose half a message. The thread that waits for the result is also the one 
 from __future__ import annotations
 
 import atexit
+import logging
 import queue
 import selectors
 import sys
@@ -21,9 +22,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from airdist import processes
 from airdist.collect import collect
-from airdist.errors import AgentDiedError, LaunchCancelledError
-from airdist.failure import tail
+from airdist.errors import AgentDiedError, LaunchCancelledError, NodeLostError
 from airdist.logs import Console, columns, redraws, show
+from airdist.nodes import Nodes
+from airdist.outcome import dump
 from airdist.plan import make_plan
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Launch", "start_launch"]
 
+logger = logging.getLogger("airdist")
 R = TypeVar("R")
 
 _BACKLOG_BYTES = 8 << 20  # output that the displaying thread has not taken; more is shown only by the files
@@ -87,17 +90,21 @@ class Launch(Generic[R]):
         self._dropped = 0
         self._attempt = 0
         self._sessions: set[int] = set()
+        self._world_size = plan.world_size
+        self._nodes = Nodes(plan.withheld)
+        self._cancelled = False
+        self._lost: NodeLostError | None = None
         self._ended = threading.Event()
         self._results: Results[R] | None = None
         self._error: BaseException | None = None
         self._sending = threading.Lock()
-        self._agent = plan.engine.start(plan.spec(forward_logs=self._display), plan.environ())
+        self._agents = plan.engine.start(plan.order(forward_logs=self._display))
         atexit.register(self._at_exit)
         threading.Thread(target=self._listen, name=f"airdist-{plan.name}", daemon=True).start()
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "finished" if self._error is None else f"failed ({self._error!r})"
-        return f"<Launch {self._plan.name}: {state}, {self._plan.allocation.nprocs} processes, run_dir={self.run_dir}>"
+        return f"<Launch {self._plan.name}: {state}, {self._world_size or 'all'} processes, run_dir={self.run_dir}>"
 
     def __await__(self) -> Generator[Any, None, Results[R]]:
         """Wait without blocking the event loop."""
@@ -109,6 +116,11 @@ class Launch(Generic[R]):
     def run_dir(self) -> Path:
         """The run directory, with the logs of all ranks."""
         return self._plan.directory.path
+
+    @property
+    def job_id(self) -> str | None:
+        """What the scheduler calls the job; None where no scheduler is involved."""
+        return self._agents.job_id
 
     def done(self) -> bool:
         """Whether the launch has ended, one way or another."""
@@ -149,15 +161,17 @@ class Launch(Generic[R]):
         """
         if self.done():
             return False
+        self._cancelled = True
         with self._sending:
-            self._agent.channel.send("kill" if now else "stop")
+            if self._agents.channel is not None:
+                self._agents.channel.send("kill" if now else "stop")
         return True
 
     def logs(self, rank: int = 0) -> str:
         """What a rank has written so far, in the latest attempt."""
-        nprocs = self._plan.allocation.nprocs
-        if not 0 <= rank < nprocs:
-            raise ValueError(f"rank {rank}: there are ranks 0 to {nprocs - 1}")
+        if rank < 0 or (self._world_size is not None and rank >= self._world_size):
+            known = "" if self._world_size is None else f" to {self._world_size - 1}"
+            raise ValueError(f"rank {rank}: there are ranks 0{known}")
         path = self._plan.directory.log(rank, self._attempt)
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
@@ -168,7 +182,7 @@ class Launch(Generic[R]):
         and a third does not wait.
         """
         live = redraws(sys.stdout) or redraws(sys.stderr)
-        console = Console(self._plan.allocation.nprocs, self._plan.settings.logs, live=live, columns=columns())
+        console = Console(self._world_size, self._plan.settings.logs, live=live, columns=columns())
         interrupts: list[KeyboardInterrupt] = []
         while True:
             try:
@@ -199,27 +213,30 @@ class Launch(Generic[R]):
         show(console.close())
         show(_closing_notes(console, self._dropped, self._plan.directory.logs))
 
-    def _note(self, text: str) -> None:
+    def _note(self, text: str, *, warn: bool = False) -> None:
         if self._display:
             self._events.put(text)
+        elif warn:
+            logger.warning(text)
 
     def _listen(self) -> None:
         """Follow the agent to the end, then settle everything; runs in a thread of its own."""
         plan = self._plan
         status: str = "FAILED"
-        self._note(_opening(plan))
+        self._note(_opening(plan, self._agents.job_id))
         try:
-            ended = self._follow()
+            ended = self._run()
             if ended["leftovers"]:
                 self._note(f"processes {ended['leftovers']} withstand SIGKILL (stuck in the kernel); they were left")
-            self._results = collect(ended, plan.directory, nprocs=plan.allocation.nprocs, timeout=plan.settings.timeout)
+            self._results = collect(ended, plan.directory, timeout=plan.settings.timeout)
             status = "FINISHED"
         except LaunchCancelledError as error:
             self._error, status = error, "KILLED"
         except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that asks for the result
             # Where this thread put it together tells nobody anything; the rank's own traceback is its cause.
             self._error = error.with_traceback(None) if hasattr(error, "launch") else error
-        self._agent.close(_AGENT_EXIT_SECONDS)
+        self._agents.share(lambda: dump(self._results, self._error))
+        self._agents.close(_AGENT_EXIT_SECONDS if self._agents.channel is not None else 0)
         seconds = time.monotonic() - self._started
         plan.directory.remove_empty_logs()
         if self._error is None:
@@ -228,7 +245,7 @@ class Launch(Generic[R]):
             first = textwrap.shorten(str(self._error).strip().partition("\n")[0], 160, placeholder=" …")
             self._note(f"{plan.name} failed after {seconds:.1f} s: {type(self._error).__name__}: {first}")
         if plan.run is not None:
-            tags = {"world_size": str(plan.allocation.nprocs), "restarts": str(self._attempt)}
+            tags = {"world_size": str(self._world_size or 0), "restarts": str(self._attempt)} | self._nodes.tags()
             if failures := getattr(getattr(self._error, "launch", None), "failures", ()):
                 tags |= {"failed_rank": str(failures[0].rank), "failure": failures[0].summary[:250]}
             plan.run.finish(status, tags=tags, logs=plan.directory.logs)  # type: ignore[arg-type]
@@ -236,40 +253,89 @@ class Launch(Generic[R]):
         self._events.put(None)
         atexit.unregister(self._at_exit)
 
+    def _run(self) -> dict[str, Any]:
+        """Follow the agents to their last message, and those that come in their place when a node was taken away."""
+        while True:
+            ended = self._follow_or_lose()
+            lost = isinstance(ended, AgentDiedError) or ended["reason"] == "lost"
+            taken = not isinstance(ended, AgentDiedError) and ended["reason"] == "terminated"
+            if (lost or taken) and self._again("a node was lost" if lost else "a node was taken away"):
+                continue
+            if self._lost is not None and (taken or isinstance(ended, AgentDiedError)):
+                raise self._lost
+            if isinstance(ended, AgentDiedError):
+                raise ended
+            return ended
+
+    def _follow_or_lose(self) -> dict[str, Any] | AgentDiedError:
+        try:
+            return self._follow()
+        except AgentDiedError as error:
+            return error
+
+    def _again(self, reason: str) -> bool:
+        settings, attempt = self._plan.settings, self._attempt + 1
+        left = None if settings.timeout is None else settings.timeout - (time.monotonic() - self._started)
+        if self._cancelled or attempt > settings.max_restarts or (left is not None and left <= 0):
+            return False
+        if not self._agents.again(attempt=attempt, timeout=left):
+            return False
+        self._attempt, self._lost = attempt, None
+        self._note(f"{reason}; starting again, {attempt} of {settings.max_restarts} restarts")
+        return True
+
     def _follow(self) -> dict[str, Any]:
-        """Take the agent's messages until its last; the last is returned."""
-        channel = self._agent.channel
+        """Take the messages of node 0's agent until its last; the last is returned."""
+        agents = self._agents
         with selectors.DefaultSelector() as selector:
-            selector.register(channel, selectors.EVENT_READ)
-            while not channel.closed:
+            for served in agents.waits():
+                selector.register(served, selectors.EVENT_READ)
+            while (channel := agents.channel) is None or not channel.closed:
+                if channel is not None and channel not in selector.get_map():
+                    selector.register(channel, selectors.EVENT_READ)
                 # A process that was forked meanwhile may hold the agent's end open, so the channel alone cannot tell;
                 # and a suspended caller wakes with its wait expired, the agent gone, and its last words still to read.
-                alive = self._agent.alive()
-                ready = selector.select(_POLL_SECONDS) or selector.select(0)
+                alive = agents.alive()
+                ready = [key.fileobj for key, _ in selector.select(_POLL_SECONDS) or selector.select(0)]
                 if not (ready or alive):
                     break
-                for message in channel.receive() if ready else ():
+                for message in channel.receive() if channel is not None and channel in ready else ():
                     if message["kind"] == "ended":
+                        self._world_size = len(message["ranks"]) or self._world_size
                         return message
                     self._on_message(message)
+                with self._sending:
+                    agents.serve()
+                if self._cancelled and agents.channel is None:
+                    raise LaunchCancelledError("the launch was cancelled before its nodes had come")
         self._sweep()
-        words = "; ".join(tail(self._plan.directory.agent_log)) or "it left no word"
         raise AgentDiedError(
-            f"the agent of {self._plan.name} died ({words}), and its ranks with it; logs: {self._plan.directory.logs}"
+            f"the agent of {self._plan.name} died ({agents.words() or 'it left no word'}), and its ranks with it; "
+            f"logs: {self._plan.directory.logs}"
         )
 
     def _on_message(self, message: dict[str, Any]) -> None:
-        if message["kind"] == "log":
-            data = message["data"].encode("latin-1")
+        kind = message["kind"]
+        if kind == "log":
+            size = len(message["data"])
             if self._backlog > _BACKLOG_BYTES:
-                self._dropped += len(data)
+                self._dropped += size
             else:
-                self._backlog += len(data)
-                self._events.put((message["rank"], message["stream"], data))
-        elif message["kind"] == "started":
+                self._backlog += size
+                self._events.put((message["rank"], message["stream"], message["data"]))
+        elif kind == "file":
+            self._plan.directory.put(message["name"], message["offset"], message["data"])
+        elif kind == "lost":
+            self._lost = self._lost or NodeLostError(message["text"], node=message["node"], host=message["host"])
+        elif kind == "node":
+            self._nodes.add(message)
+        elif kind == "started":
             self._attempt = message["attempt"]
-            self._sessions.update(message["pids"])
-        elif message["kind"] == "restarting":
+            if self._plan.engine.local:  # elsewhere these numbers are other processes
+                self._sessions.update(message["pids"])
+            for text in self._nodes.report():
+                self._note(text, warn=True)
+        elif kind == "restarting":
             self._note(
                 f"rank {message['rank']} failed ({message['summary']}); starting again, "
                 f"{message['attempt']} of {self._plan.settings.max_restarts} restarts"
@@ -287,9 +353,14 @@ class Launch(Generic[R]):
         self._ended.wait(_AT_EXIT_SECONDS)
 
 
-def _opening(plan: Plan) -> str:
-    count, kind = plan.allocation.nprocs, plan.allocation.accelerator_type
-    what = f"{count} {'process' if count == 1 else 'processes'} on {kind or 'CPU'}"
+def _opening(plan: Plan, job_id: str | None) -> str:
+    count = plan.world_size
+    what = f"{count or 'all'} {'process' if count == 1 else 'processes'}"
+    if plan.allocation is not None:
+        what += f" on {plan.allocation.accelerator_type or 'CPU'}"
+    else:
+        what += f" on {plan.settings.nodes} {'node' if plan.settings.nodes == 1 else 'nodes'} by {plan.engine.name}"
+        what += f" (job {job_id})" if job_id else ""
     link = f"; MLflow run: {plan.run.link}" if plan.run else ""
     return f"{plan.name}: {what}; logs: {plan.directory.logs}{link}"
 

@@ -37,14 +37,14 @@ class Console:
     state of a bar that stays is an ordinary line.
 
     Args:
-        world_size: number of ranks; a single one needs no prefix.
+        world_size: number of ranks, or None while it is not known; a single one needs no prefix.
         mode: "all": everything; "default": rank 0, and what the others write to stderr; "rank0"; "none".
         live: whether the place of display understands a carriage return; elsewhere only final states appear.
         columns: width of that place. A carriage return does not take back a line that was wrapped, so bars are cut.
     """
 
     def __init__(
-        self, world_size: int, mode: LogMode = "default", *, live: bool = True, columns: int = _NOTEBOOK_COLUMNS
+        self, world_size: int | None, mode: LogMode = "default", *, live: bool = True, columns: int = _NOTEBOOK_COLUMNS
     ) -> None:
         self._world_size = world_size
         self._mode = mode
@@ -114,7 +114,7 @@ class Console:
         return [*self._erase(), (stream, text)] if text else []
 
     def _prefix(self, rank: int) -> str:
-        return f"[rank {rank}] " if self._world_size > 1 else ""
+        return f"[rank {rank}] " if self._world_size != 1 else ""
 
     def _erase(self) -> list[Piece]:
         if self._drawn is None:

@@ -15,103 +15,99 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from airdist import processes
 from airdist.channel import Channel
 from airdist.environ import rank_environ
+from airdist.world import RankState
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from airdist.agent import AgentSpec
     from airdist.rundir import RunDirectory
+    from airdist.world import Place
 
 __all__ = ["Node", "Rank"]
 
 _READ = 1 << 16
 _DISPLAY_BYTES = 4 << 20  # output on its way to a caller that is not reading; more is shown only by the file
-_HOST = "127.0.0.1"
-# As in engines/local.py: our own directory last, and the user's working directory not at all.
 
 
-@dataclass
-class Rank:
-    """One rank of one attempt.
+@dataclass(kw_only=True)
+class Rank(RankState):
+    """One rank that this agent has started."""
 
-    Attributes:
-        outcome: "value" or "error" once the rank has delivered.
-        returncode: as `subprocess` has it (negative: a signal) once it has ended.
-        stopped: whether it was asked to end before it had delivered; what it says or does afterwards is no failure.
-        at: time of the outcome or, for want of one, of the end, on the clock that all processes of a host share.
-    """
-
-    rank: int
     process: subprocess.Popen[bytes]
     control: Channel
     log: BinaryIO
     pipes: dict[int, int] = field(default_factory=dict)
     ready: bool = False
-    outcome: str | None = None
-    summary: str = ""
-    returncode: int | None = None
-    stopped: bool = False
-    at: float = 0.0
-
-    @property
-    def failed(self) -> bool:
-        """Whether it raised, or ended without a word, of its own accord."""
-        return self.outcome == "error" or (self.outcome is None and self.returncode is not None and not self.stopped)
-
-    def report(self) -> dict[str, Any]:
-        """What the owner is told of it."""
-        return {
-            "rank": self.rank,
-            "outcome": self.outcome,
-            "summary": self.summary,
-            "returncode": self.returncode,
-            "stopped": self.stopped,
-            "at": self.at,
-        }
 
 
 class Node:
-    """Starts and serves the ranks of one attempt at a time; its agent decides when what happens."""
+    """Starts and serves the ranks of one attempt at a time; a leader decides when what happens.
+
+    Args:
+        spec: what to run; its `nprocs` is known by now.
+        directory: run directory, on this machine.
+        environ: environment of the ranks, but for what tells them apart.
+        selector: what the agent waits on.
+        owner: where output goes that is to be seen.
+    """
 
     def __init__(
-        self, spec: AgentSpec, directory: RunDirectory, selector: selectors.BaseSelector, owner: Channel
+        self,
+        spec: AgentSpec,
+        directory: RunDirectory,
+        environ: Mapping[str, str],
+        selector: selectors.BaseSelector,
+        owner: Channel,
     ) -> None:
         self._spec = spec
         self._directory = directory
+        self._environ = environ
         self._selector = selector
         self._owner = owner
+        self._host = socket.gethostname()
         self.ranks: list[Rank] = []
+        self.show = spec.forward_logs
 
-    def start(self, attempt: int) -> None:
-        """Start all ranks of an attempt, around a store address on which a socket listens already."""
-        # The port is never free between its choice and its use: the socket itself is handed to rank 0
-        # (pytorch/pytorch#85604 and many more chose a port first and found it taken later).
-        with socket.create_server((_HOST, 0), backlog=max(128, 4 * self._spec.nprocs)) as listener:
-            self.ranks = [self._start_rank(rank, attempt, listener) for rank in range(self._spec.nprocs)]
-        self._owner.send("started", attempt=attempt, pids=[rank.process.pid for rank in self.ranks])
+    @property
+    def nprocs(self) -> int:
+        """Ranks of this node."""
+        return self._spec.nprocs or 1
 
-    def _start_rank(self, number: int, attempt: int, listener: socket.socket) -> Rank:
-        spec = self._spec
+    def start(self, place: Place, listener: socket.socket | None = None) -> None:
+        """Start the ranks of an attempt; rank 0, on the first node, gets the socket that listens for the store."""
+        self.ranks = [self._start_rank(local, place, listener) for local in range(self.nprocs)]
+        self._owner.send("started", attempt=place.attempt, pids=[rank.process.pid for rank in self.ranks])
+
+    def _start_rank(self, local_rank: int, place: Place, listener: socket.socket | None) -> Rank:
+        spec, number = self._spec, place.first + local_rank
         ours, theirs = socket.socketpair()
-        inherited = [theirs.fileno(), *([listener.fileno()] if number == 0 else [])]
+        inherited = [theirs.fileno()]
+        if listener is not None and number == 0:
+            inherited.append(listener.fileno())
+        run_dir = str(self._directory.path)
         process = subprocess.Popen(
             [
                 *(sys.executable, *processes.program("airdist.rank")),
-                *(spec.run_dir, str(attempt), str(os.getpid()), *map(str, inherited)),
+                *(run_dir, str(place.attempt), str(os.getpid()), *map(str, inherited)),
             ],
-            env=os.environ
-            | rank_environ(
-                rank=number,
-                nprocs=spec.nprocs,
-                address=listener.getsockname()[:2],
-                launch_dir=spec.run_dir,
-                attempt=attempt,
-                max_restarts=spec.max_restarts,
-                visible=spec.visible[number] if spec.visible else None,
-            ),
+            env={
+                **self._environ,
+                **rank_environ(
+                    local_rank=local_rank,
+                    nprocs=self.nprocs,
+                    place=place,
+                    launch_dir=run_dir,
+                    job=spec.job or self._directory.path.name,
+                    max_restarts=spec.max_restarts,
+                    visible=spec.visible[local_rank] if spec.visible else None,
+                ),
+            },
             cwd=spec.cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -121,8 +117,8 @@ class Node:
         )
         theirs.close()
         os.set_blocking(ours.fileno(), False)
-        log = self._directory.log(number, attempt).open("ab", buffering=0)
-        rank = Rank(number, process, Channel(ours), log)
+        log = self._directory.log(number, place.attempt).open("ab", buffering=0)
+        rank = Rank(number, place.node, self._host, process=process, control=Channel(ours), log=log)
         assert process.stdout is not None
         assert process.stderr is not None
         rank.pipes = {process.stdout.fileno(): 1, process.stderr.fileno(): 2}
@@ -133,29 +129,9 @@ class Node:
         return rank
 
     @property
-    def delivered(self) -> bool:
-        """Whether every rank has delivered what it returned."""
-        return all(rank.outcome == "value" for rank in self.ranks)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a rank has raised or died."""
-        return any(rank.failed for rank in self.ranks)
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing more is to come from any rank."""
-        return all(rank.outcome or rank.returncode is not None for rank in self.ranks)
-
-    @property
     def gone(self) -> bool:
         """Whether every rank has ended."""
-        return all(rank.returncode is not None for rank in self.ranks)
-
-    def first_failure(self) -> dict[str, Any]:
-        """Rank and summary of the earliest failure, if there is one."""
-        failed = min((rank for rank in self.ranks if rank.failed), key=lambda rank: rank.at, default=None)
-        return {} if failed is None else {"rank": failed.rank, "summary": failed.summary}
+        return all(rank.gone for rank in self.ranks)
 
     def family(self) -> list[int]:
         """Pids of all living processes that came from the ranks."""
@@ -213,8 +189,8 @@ class Node:
             self._drop(rank, pipe)
             return False
         self._write(rank, data)
-        if self._spec.forward_logs and self._owner.pending < _DISPLAY_BYTES and not self._owner.closed:
-            self._owner.send("log", rank=rank.rank, stream=rank.pipes[pipe], data=data.decode("latin-1"))
+        if self.show and self._owner.pending < _DISPLAY_BYTES and not self._owner.closed:
+            self._owner.send("log", rank=rank.rank, stream=rank.pipes[pipe], data=data)
         return True
 
     def _on_control(self, rank: Rank) -> None:

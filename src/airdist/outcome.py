@@ -7,6 +7,7 @@ both sides a class that was defined in a notebook comes back as the same class, 
 
 from __future__ import annotations
 
+import io
 import pickle
 import socket
 import sys
@@ -23,7 +24,7 @@ from airdist.errors import RankError, RankExitError, ResultError
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Raised", "Record", "RemoteTraceback", "Returned", "read", "write"]
+__all__ = ["Raised", "Record", "RemoteTraceback", "Returned", "dump", "read", "write"]
 
 _CHECK_BYTES = 16 << 20  # a larger value is not loaded again in the rank, which may not have the memory for two
 _SUMMARY_CHARACTERS = 500
@@ -109,6 +110,15 @@ def read(path: Path, *, rank: int) -> tuple[Record, Any]:
             return Record("error", str(failure), record.traceback, record.host), failure
 
 
+def dump(value: Any, error: BaseException | None) -> bytes:
+    """The outcome of a whole launch, for the processes on other nodes that take part in it."""
+    if error is not None and not _survives(error, error):
+        error = RankError(f"{type(error).__name__}: {error}", rank=-1, type_name=type(error).__qualname__)
+    with io.BytesIO() as file:
+        _Pickler(file, protocol=5).dump((value, error))
+        return file.getvalue()
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """Sends tensors as host memory: a result must outlive the device context of its rank."""
 
@@ -179,7 +189,7 @@ def _presentable(error: BaseException, record: Record, rank: int) -> BaseExcepti
     return RankError(f"rank {rank} raised {record.summary}", rank=rank, type_name=name)
 
 
-def _survives(candidate: BaseException | _Bare, error: Exception) -> bool:
+def _survives(candidate: BaseException | _Bare, error: BaseException) -> bool:
     try:
         back = pickle.loads(cloudpickle.dumps(candidate))  # noqa: S301 - pickled on this line
         return type(back) is type(error) and str(back) == str(error)

@@ -70,7 +70,10 @@ class Context:
 
     def enter(self) -> None:
         """Make this process look for modules where the caller does."""
-        sys.path[:] = self.path
+        seen = [entry for entry in self.path if Path(entry).exists()]
+        # On another machine some may be missing, and what this one has of its own stands in for them.
+        own = [] if len(seen) == len(self.path) else [entry for entry in sys.path if entry not in seen]
+        sys.path[:] = [*seen, *own]
         sys.argv[:] = self.argv
         self.show_sources()
 
@@ -111,7 +114,7 @@ class Name:
         """The name of `function` or of the decorator's object around it, or None where a rank would not find it."""
         module = getattr(function, "__module__", None) or "__main__"
         name = cls(module, getattr(function, "__qualname__", "<locals>"))
-        if module == "__main__" or not importable(module):
+        if module == "__main__" or _travels_by_value(module) or not importable(module):
             return None
         try:
             found = name._lookup(sys.modules[module])
@@ -154,6 +157,14 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
         if len(body) > WARN_BYTES:
             _weigh(function, parts, len(body))
     return pickle.dumps(Context.of_this_process(), protocol=5) + body
+
+
+def _travels_by_value(module: str) -> bool:
+    """Whether the user has asked for that, with `cloudpickle.register_pickle_by_value`, for it or its package."""
+    cloudpickle = sys.modules.get("cloudpickle")
+    registered = cloudpickle.list_registry_pickle_by_value() if cloudpickle is not None else ()
+    parts = module.split(".")
+    return any(".".join(parts[: end + 1]) in registered for end in range(len(parts)))
 
 
 def importable(module: str) -> bool:

@@ -7,20 +7,21 @@ been.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from airdist.agent import AgentSpec
-from airdist.devices import allocate
+from airdist.devices import allocate, check_accelerator_type
 from airdist.engines import choose_engine
-from airdist.environ import launch_environ
+from airdist.engines.base import Order
+from airdist.environ import LOOPBACK, carried, launch_environ
 from airdist.errors import LaunchError
 from airdist.payload import pack
 from airdist.rundir import RunDirectory, run_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from airdist.devices import Allocation
     from airdist.engines.base import Engine
@@ -29,49 +30,92 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "make_plan"]
 
+_LIMITS = ("start_timeout", "heartbeat")
+
 
 @dataclass(frozen=True)
 class Plan:
-    """What has been decided of a launch when its agent is about to start.
+    """What has been decided of a launch when its agents are about to start.
 
     Attributes:
         name: what it is called.
         settings: how the user wants it.
-        engine: what starts its agent.
-        allocation: its devices and number of ranks.
+        engine: what starts its agents.
+        allocation: devices and number of ranks on this machine; None where the nodes find out themselves.
         directory: its run directory, which holds the payload.
         run: its MLflow run, or None.
+        withheld: variables that look like secrets and are not sent to other machines.
     """
 
     name: str
     settings: Settings
     engine: Engine
-    allocation: Allocation
+    allocation: Allocation | None
     directory: RunDirectory
     run: LaunchRun | None
+    withheld: tuple[str, ...] = ()
 
-    def spec(self, *, forward_logs: bool) -> AgentSpec:
-        """What the agent is asked to run."""
-        settings, masks = self.settings, self.allocation.per_rank_visible
-        return AgentSpec(
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks, as far as it is known before any node has come."""
+        if self.allocation is not None:
+            return self.allocation.nprocs
+        wanted = self.settings.num_accelerators
+        return None if wanted is None else wanted * self.settings.nodes
+
+    def order(self, *, forward_logs: bool) -> Order:
+        """What the engine is asked for."""
+        settings = self.settings
+        spec = AgentSpec(
             run_dir=str(self.directory.path),
-            nprocs=self.allocation.nprocs,
+            nprocs=self.allocation.nprocs if self.allocation else None,
             cwd=os.getcwd(),
+            job=self.directory.path.name,
             timeout=settings.timeout,
             grace=settings.grace_seconds,
             max_restarts=settings.max_restarts,
-            visible=list(masks) if masks else None,
+            visible=list((self.allocation and self.allocation.per_rank_visible) or ()) or None,
             forward_logs=forward_logs,
+            nodes=settings.nodes,
+            remote=None if self.engine.local else self._remote(),
         )
+        limits = {key: settings.engine_options[key] for key in _LIMITS if settings.engine_options.get(key)}
+        job = self.directory.path.name
+        environ = self._environ() if self.engine.local else {}
+        return Order(job, replace(spec, **limits), self.directory.path, environ, settings.engine_options)
 
-    def environ(self) -> dict[str, str]:
-        """The environment of the agent, and so of the ranks."""
+    def _overrides(self) -> dict[str, str]:
+        return {**self.settings.env, **(self.run.env() if self.run else {})}
+
+    def _environ(self) -> dict[str, str]:
+        """The environment of an agent on this machine, and so of its ranks."""
+        assert self.allocation is not None
         return launch_environ(
             os.environ,
-            overrides={**self.settings.env, **(self.run.env() if self.run else {})},
+            overrides=self._overrides(),
             nprocs=self.allocation.nprocs,
             visible=None if self.allocation.per_rank_visible else self.allocation.visible,
+            interface=LOOPBACK,
         )
+
+    def _remote(self) -> dict[str, Any]:
+        """What agents on other machines need to know of this one; it travels over their link and is never written."""
+        from airdist.versions import versions_here  # noqa: PLC0415 - 40 ms that a launch on this machine need not take
+
+        settings = self.settings
+        kind = check_accelerator_type(settings.accelerator_type)
+        return {
+            "environ": carried(os.environ)[0],
+            "overrides": self._overrides(),
+            "accelerators": {
+                "num_accelerators": settings.num_accelerators,
+                "accelerator_type": kind,
+                "isolate": settings.isolate_devices,
+            },
+            "versions": versions_here(),
+            "path": [entry for entry in sys.path if entry and os.path.exists(entry)],
+            "cwd": os.getcwd(),
+        }
 
 
 def make_plan(
@@ -85,9 +129,14 @@ def make_plan(
         LaunchError: when the engine or the run directory cannot be had.
     """
     environ = os.environ | dict(settings.env)
-    engine = choose_engine(settings.engine, nodes=settings.nodes, remote=settings.remote, environ=environ)
-    allocation = allocate(
-        settings.num_accelerators, settings.accelerator_type, isolate=settings.isolate_devices, environ=environ
+    engine = choose_engine(settings.engine, remote=settings.remote, environ=environ)
+    engine.check(nodes=settings.nodes, options=settings.engine_options)
+    allocation = (
+        allocate(
+            settings.num_accelerators, settings.accelerator_type, isolate=settings.isolate_devices, environ=environ
+        )
+        if engine.local
+        else None
     )
     payload = pack(function, args, kwargs)
     name = settings.name or str(getattr(function, "__name__", type(function).__name__))
@@ -97,15 +146,17 @@ def make_plan(
         directory.payload.write_bytes(payload)
     except OSError as error:
         raise LaunchError(f"no run directory can be made in {root} ({error}); AIRDIST_RUN_DIR names another") from error
-    run = _start_run(name, settings, allocation, directory.path) if settings.tracking else None
-    return Plan(name, settings, engine, allocation, directory, run)
+    withheld = () if engine.local else tuple(name for name in carried(os.environ)[1] if name not in settings.env)
+    plan = Plan(name, settings, engine, allocation, directory, None, withheld)
+    return replace(plan, run=_start_run(plan)) if settings.tracking else plan
 
 
-def _start_run(name: str, settings: Settings, allocation: Allocation, run_dir: Path) -> LaunchRun | None:
+def _start_run(plan: Plan) -> LaunchRun | None:
     from airdist.tracking import run  # noqa: PLC0415 - not needed by a launch without tracking
 
-    params = settings.changed() | {
-        "processes": allocation.nprocs,
-        "accelerator_type": allocation.accelerator_type or "cpu",
+    kind = plan.allocation.accelerator_type if plan.allocation else plan.settings.accelerator_type
+    params = plan.settings.changed() | {
+        "processes": plan.world_size or "every accelerator",
+        "accelerator_type": kind or ("cpu" if plan.allocation else "any"),
     }
-    return run.start_run(name=name, params=params, tags={"run_dir": str(run_dir)})
+    return run.start_run(name=plan.name, params=params, tags={"run_dir": str(plan.directory.path)})

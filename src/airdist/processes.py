@@ -29,15 +29,16 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with(parent: int) -> None:
-    """Ask the kernel to SIGKILL this process when `parent`, its single-threaded parent, dies.
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process a signal when `parent`, its single-threaded parent, dies.
 
     Args:
         parent: pid that the parent said it has. A parent that died before the request was made would go unnoticed
             (sgl-project/sglang-omni#1077), so a different `getppid` afterwards ends this process here.
+        number: the signal.
     """
     if _LINUX:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RunDirectory", "run_root"]
 
+_FILE = re.compile(r"payload\.pkl|logs/rank-[\d.]+(log|stacks)|results/rank-[\d.]+pkl")
+
 
 def run_root(environ: Mapping[str, str]) -> Path:
     """The directory that holds run directories: `AIRDIST_RUN_DIR`, or the user's state directory."""
@@ -60,6 +62,37 @@ class RunDirectory:
             path.mkdir(mode=0o700)
         return directory
 
+    @classmethod
+    def of_node(cls, job: str, node: int) -> RunDirectory:
+        """Make a run directory for the agent of one node, below the system's directory for temporary files.
+
+        It is local, as far as the machine's owner has seen to that, so that the ranks of a node read one copy of the
+        payload there; what is to last goes to the caller's own.
+
+        Raises:
+            OSError: when there is no place for it.
+        """
+        import tempfile  # noqa: PLC0415 - not for a launch on one machine, whose every process loads this module
+
+        name = re.sub(r"[^\w.-]+", "-", job)
+        directory = cls(Path(tempfile.mkdtemp(prefix=f"airdist-{name}-node{node}-")))
+        for path in (directory.logs, directory._results):
+            path.mkdir(mode=0o700)
+        return directory
+
+    def put(self, name: str, offset: int, data: bytes) -> None:
+        """Write a piece of a file that comes from another machine.
+
+        Raises:
+            ValueError: for a name that is not one of those that a run directory has.
+        """
+        if not _FILE.fullmatch(name):
+            raise ValueError(f"{name!r} is no file of a run directory")
+        mode = "r+b" if (self.path / name).exists() else "wb"
+        with (self.path / name).open(mode) as file:
+            file.seek(offset)
+            file.write(data)
+
     @property
     def payload(self) -> Path:
         """The function and its arguments."""
@@ -91,6 +124,10 @@ class RunDirectory:
         """Remove payload and results, which a finished launch no longer needs; logs stay."""
         self.payload.unlink(missing_ok=True)
         shutil.rmtree(self._results, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove everything, once the caller has it."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def remove_empty_logs(self) -> None:
         """Remove what the agent and its ranks had open for the case of trouble, where there was none."""

@@ -12,6 +12,8 @@ from airdist.logs import LOG_MODES, LogMode
 
 __all__ = ["Settings"]
 
+_HIDDEN = frozenset({"env", "engine_options"})
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -27,6 +29,7 @@ class Settings:
     timeout: float | None = 3 * 3600
     engine: str | None = None
     nodes: int = 1
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
     max_restarts: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
@@ -51,8 +54,13 @@ class Settings:
         for name, value in self.env.items():
             if not isinstance(name, str) or not isinstance(value, (str, os.PathLike)):
                 raise TypeError(f"env: {name!r} has a value of type {type(value).__name__}; write it as a string")
+        if not isinstance(self.engine_options, Mapping):
+            raise TypeError(f"engine_options={self.engine_options!r}: it is a mapping of names to values")
+        for name in ("start_timeout", "queue_timeout", "heartbeat"):
+            _seconds(f"engine_options[{name!r}]", self.engine_options.get(name), zero=False)
         # A copy, so that a launch is not changed by what the caller does to its dictionary afterwards.
         object.__setattr__(self, "env", {name: os.fspath(value) for name, value in self.env.items()})
+        object.__setattr__(self, "engine_options", dict(self.engine_options))
 
     def override(self, changes: Mapping[str, Any]) -> Settings:
         """These settings with some changed.
@@ -66,11 +74,11 @@ class Settings:
         return replace(self, **changes)
 
     def changed(self) -> dict[str, Any]:
-        """What differs from the defaults, by name; of `env` the names only, since values may be secrets."""
+        """What differs from the defaults, by name; of mappings the names only, since values may be secrets."""
         usual = Settings()
         shown = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         shown = {name: value for name, value in shown.items() if value != getattr(usual, name)}
-        return {name: sorted(value) if name == "env" else value for name, value in shown.items()}
+        return {name: sorted(value) if name in _HIDDEN else value for name, value in shown.items()}
 
 
 def _whole(name: str, value: Any, *, least: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from airdist.agent import AgentSpec
 from airdist.channel import Channel
+from airdist.engines.base import Order
 from airdist.engines.local import LocalEngine
 from airdist.environ import launch_environ
 from airdist.payload import pack
@@ -24,10 +25,9 @@ def start(cpu_world):
     def start(function, *args, nprocs=2, environ=None, **spec):
         directory = RunDirectory.create(cpu_world, "function")
         directory.payload.write_bytes(pack(function, args, {}))
-        given = environ or launch_environ(os.environ, overrides={}, nprocs=nprocs, visible=None)
-        agent = LocalEngine().start(
-            AgentSpec(run_dir=str(directory.path), nprocs=nprocs, cwd=str(cpu_world), **spec), given
-        )
+        given = environ or launch_environ(os.environ, overrides={}, nprocs=nprocs, visible=None, interface="lo")
+        asked = AgentSpec(run_dir=str(directory.path), nprocs=nprocs, cwd=str(cpu_world), **spec)
+        agent = LocalEngine().start(Order("job", asked, directory.path, given))
         agents.append(agent)
         return agent
 
@@ -46,7 +46,9 @@ def messages(agent, until):
 
 
 def output(said, rank):
-    return "".join(message["data"] for message in said if message["kind"] == "log" and message["rank"] == rank)
+    return b"".join(
+        message["data"] for message in said if message["kind"] == "log" and message["rank"] == rank
+    ).decode()
 
 
 def test_it_says_what_it_started_and_how_it_ended(start):
@@ -73,6 +75,7 @@ def test_ranks_lead_sessions_of_their_own_and_know_their_agent(start):
 
 def test_a_stop_ends_the_ranks_and_is_no_failure_of_theirs(start):
     agent = start(time.sleep, 600, grace=5)
+    messages(agent, "started")
     agent.channel.send("stop")
     ended = messages(agent, "ended")[-1]
     assert ended["reason"] == "cancelled"

@@ -159,9 +159,3 @@ there = "import sys, pickle; print(pickle.loads(sys.stdin.buffer.read())())"
 print(subprocess.run([sys.executable, "-c", there], input=cloudpickle.dumps(f), capture_output=True, check=True).stdout)
 """
     assert run(code) == ["b'1\\n'"]
-
-
-@pytest.mark.parametrize("name", ["ray_init", "ray_launch"])
-def test_what_needs_ray_says_what_exists_today(name):
-    with pytest.raises(NotImplementedError, match=f"{name} is not implemented yet. Today `airdist.distributed`"):
-        getattr(airdist.ray, name)(num_accelerators=8)

@@ -122,7 +122,8 @@ def test_arguments_are_checked_against_the_signature_before_anything_starts(cpu_
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"engine": "slurm"}, "engine='local'"),
+        ({"engine": "pbs"}, "engine='pbs' does not exist; there is 'local', "),
+        ({"engine_options": {"partition": "gpu"}}, "engine='local' has none"),
         ({"nodes": 2}, "this machine only"),
         ({"remote": True}, "no engine that reaches them"),
     ],
@@ -136,8 +137,8 @@ def test_what_reaches_past_this_machine_is_an_error_that_says_what_there_is(cpu_
 
 def test_the_engine_of_the_environment_is_read_at_the_call(monkeypatch):
     function = distributed(add)
-    monkeypatch.setenv("AIRDIST_ENGINE", "ray")
-    with pytest.raises(LaunchError, match="'ray'"):
+    monkeypatch.setenv("AIRDIST_ENGINE", "pbs")
+    with pytest.raises(LaunchError, match="'pbs'"):
         function.distributed(1)
 
 

@@ -8,6 +8,7 @@ import pytest
 from airdist import LaunchError
 from airdist.agent import AgentSpec
 from airdist.engines import choose_engine
+from airdist.engines.base import Order
 from airdist.engines.local import LocalEngine
 from airdist.payload import pack
 from airdist.rundir import RunDirectory, run_root
@@ -17,7 +18,7 @@ def start(root, function, *args, environ=None):
     directory = RunDirectory.create(root, "function")
     directory.payload.write_bytes(pack(function, args, {}))
     spec = AgentSpec(run_dir=str(directory.path), nprocs=1, cwd=str(root))
-    return LocalEngine().start(spec, environ or dict(os.environ))
+    return LocalEngine().start(Order("job", spec, directory.path, environ or dict(os.environ)))
 
 
 def test_the_environment_of_the_ranks_is_the_one_given_and_not_this_process_s(cpu_world, monkeypatch):
@@ -27,7 +28,7 @@ def test_the_environment_of_the_ranks_is_the_one_given_and_not_this_process_s(cp
     said = []
     while not said or said[-1]["kind"] != "ended":
         said += agent.channel.receive()
-    assert "".join(message["data"] for message in said if message["kind"] == "log") == "None this\n"
+    assert b"".join(message["data"] for message in said if message["kind"] == "log") == b"None this\n"
     agent.close(10)
 
 
@@ -40,10 +41,22 @@ def test_closing_ends_an_agent_that_does_not_end_itself(cpu_world):
 
 
 def test_the_local_engine_is_the_default_and_arguments_come_before_the_environment():
-    assert choose_engine(None, nodes=1, remote=False, environ={}).name == "local"
-    assert choose_engine("local", nodes=1, remote=False, environ={"AIRDIST_ENGINE": "ray"}).name == "local"
-    with pytest.raises(LaunchError, match="engine='ray'"):
-        choose_engine(None, nodes=1, remote=False, environ={"AIRDIST_ENGINE": "ray"})
+    assert choose_engine(None, remote=False, environ={}).name == "local"
+    assert choose_engine("local", remote=False, environ={"AIRDIST_ENGINE": "slurm"}).name == "local"
+    assert choose_engine(None, remote=False, environ={"AIRDIST_ENGINE": "slurm"}).name == "slurm"
+    with pytest.raises(LaunchError, match=r"engine='pbs' does not exist; there is 'local', .*'slurm'"):
+        choose_engine(None, remote=False, environ={"AIRDIST_ENGINE": "pbs"})
+
+
+def test_remote_means_the_engine_that_is_configured():
+    assert choose_engine(None, remote=True, environ={"AIRDIST_ENGINE": "slurm"}).name == "slurm"
+    for environ in ({}, {"AIRDIST_ENGINE": "local"}):
+        with pytest.raises(LaunchError, match="no engine that reaches them is configured"):
+            choose_engine(None, remote=True, environ=environ)
+
+
+def test_an_engine_of_one_s_own_is_named_by_its_class():
+    assert choose_engine("airdist.engines.local:LocalEngine", remote=False, environ={}).name == "local"
 
 
 @pytest.mark.parametrize(

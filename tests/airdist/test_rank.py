@@ -8,7 +8,8 @@ import time
 import pytest
 
 from airdist import NestedLaunchError, distributed
-from airdist.environ import launch_environ, rank_environ
+from airdist.environ import LOOPBACK, launch_environ, rank_environ
+from airdist.world import Place
 
 two = distributed(num_accelerators=2, tracking=False, logs="none")
 
@@ -64,7 +65,7 @@ def test_what_belongs_to_an_outer_job_or_to_the_front_end_stays_behind():
     environ = launch_environ(caller, overrides={}, nprocs=1, visible="0,1")
     assert environ["KEPT"] == "1"
     assert environ["GLOO_SOCKET_IFNAME"] == "eth7"
-    alone = launch_environ({}, overrides={}, nprocs=1, visible=None)["GLOO_SOCKET_IFNAME"]
+    alone = launch_environ({}, overrides={}, nprocs=1, visible=None, interface=LOOPBACK)["GLOO_SOCKET_IFNAME"]
     assert alone == ("lo" if sys.platform == "linux" else "lo0")
     assert environ["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert not set(environ) & {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "JPY_PARENT_PID", "COLUMNS", "MPLBACKEND"}
@@ -79,9 +80,11 @@ def test_several_ranks_share_the_processors():
 
 
 def test_a_rank_with_a_mask_of_its_own_sees_that():
+    place = Place(attempt=2, node=1, nodes=3, first=4, world_size=9, address=("h", 1))
     environ = rank_environ(
-        rank=1, nprocs=2, address=("h", 1), launch_dir="/runs/x", attempt=2, max_restarts=3, visible="MIG-b"
+        local_rank=1, nprocs=2, place=place, launch_dir="/runs/y", job="x", max_restarts=3, visible="MIG-b"
     )
+    assert [environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")] == ["5", "1", "9", "1"]
     assert environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"
     assert environ["TORCHELASTIC_RUN_ID"] == "x"
     assert environ["TORCHELASTIC_RESTART_COUNT"] == "2"

@@ -38,11 +38,15 @@ logger = logging.getLogger("airdist")
 _FLUSH_TIMEOUT = 10.0
 
 
-def prepare_rank() -> None:
-    """Make MLflow, once user code imports it, treat the launch's run as the launch's. Imports nothing itself."""
+def prepare_rank() -> Callable[[], None]:
+    """Make MLflow, once user code imports it, treat the launch's run as the launch's. Imports nothing itself.
+
+    Returns:
+        What lets go of the run, for a process that lives longer than the launch.
+    """
     run_id = os.environ.get(LAUNCH_RUN_ID)
     if not run_id:
-        return
+        return lambda: None
     # System metrics are those of the node: one rank of each node measures them.
     if os.environ.get("LOCAL_RANK", "0") != "0":
         os.environ["MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"] = "false"
@@ -50,6 +54,7 @@ def prepare_rank() -> None:
     keeper = _Keeper(run_id, os.environ.get("MLFLOW_EXPERIMENT_ID"))
     after_import("mlflow.tracking.client", keeper.patch_client)
     after_import("mlflow.tracking.fluent", keeper.patch_fluent)
+    return keeper.release
 
 
 def flush_rank(*, failed: bool = False, timeout: float = _FLUSH_TIMEOUT) -> None:
@@ -95,6 +100,10 @@ class _Keeper:
         self.experiment_id = experiment_id
         self.let_go = False
 
+    def release(self) -> None:
+        """Treat the run as any other from now on."""
+        self.let_go = True
+
     def patch_client(self, module: Any) -> None:
         end = module.MlflowClient.set_terminated
 
@@ -111,8 +120,15 @@ class _Keeper:
     def patch_fluent(self, module: Any) -> None:
         # It announces each start and stop, and a run may be resumed many times.
         logging.getLogger("mlflow.system_metrics").setLevel(logging.WARNING)
-        module.start_run = self._start_run(module, module.start_run)
-        module.set_experiment = self._set_experiment(module.set_experiment)
+        package = sys.modules.get("mlflow")
+        for name, patched in (
+            ("start_run", self._start_run(module, module.start_run)),
+            ("set_experiment", self._set_experiment(module.set_experiment)),
+        ):
+            # Where the process had imported MLflow before it became a rank, the package has the function already.
+            if getattr(package, name, None) is getattr(module, name):
+                setattr(package, name, patched)
+            setattr(module, name, patched)
 
     def _start_run(self, module: Any, start: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(start)

@@ -30,7 +30,7 @@ from airdist.tracking.uri import absolute_uri, is_local, redact, run_page, split
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["LaunchRun", "start_run"]
+__all__ = ["LaunchRun", "end_run", "start_run"]
 
 logger = logging.getLogger("airdist")
 T = TypeVar("T")
@@ -150,10 +150,14 @@ def start_run(*, name: str, params: Mapping[str, object], tags: Mapping[str, str
 
 def end_abandoned() -> None:
     """End the run that this process's environment names as KILLED: what the agent has done when its caller is gone."""
-    uri, run_id = os.environ["MLFLOW_TRACKING_URI"], os.environ[LAUNCH_RUN_ID]
+    end_run(os.environ[LAUNCH_RUN_ID], "KILLED")
+
+
+def end_run(run_id: str, status: Literal["FAILED", "KILLED"]) -> None:
+    """End a run that another process has made. Never raises; what fails is warned of."""
     with _warned_of(f"MLflow run {run_id} may still say RUNNING"):
-        client = importlib.import_module("mlflow").MlflowClient(tracking_uri=uri)
-        _bounded(lambda: _end(client, run_id, "KILLED"), _REMOTE_TIMEOUT)
+        client = importlib.import_module("mlflow").MlflowClient()
+        _bounded(lambda: _end(client, run_id, status), _REMOTE_TIMEOUT)
 
 
 def _create(
