@@ -2,7 +2,7 @@
 
     start_launch ── plan: checks, payload, run directory, MLflow run ── engine ──> agent
          │                                                                         │ started, log, restarting, ended
-         └─> Launch ── a thread that listens to the agent and collects <───────────┘
+         └─> Launch ── a thread with a Listener, which collects at the end <───────┘
 
 The listening thread alone moves a launch forward, so that an interrupt, which Python raises in the main thread, can
 never lose half a message. The thread that waits for the result is also the one that displays output.
@@ -11,20 +11,15 @@ never lose half a message. The thread that waits for the result is also the one 
 from __future__ import annotations
 
 import atexit
-import logging
-import queue
-import selectors
-import sys
 import textwrap
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from airdist import processes
 from airdist.collect import collect
-from airdist.errors import AgentDiedError, LaunchCancelledError, NodeLostError
-from airdist.logs import Console, columns, redraws, show
-from airdist.nodes import Nodes
+from airdist.display import Display
+from airdist.errors import LaunchCancelledError
+from airdist.listener import Listener
 from airdist.outcome import dump
 from airdist.plan import make_plan
 
@@ -32,21 +27,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
     from pathlib import Path
 
-    from airdist.logs import Piece
     from airdist.plan import Plan
     from airdist.results import Results
     from airdist.settings import Settings
 
 __all__ = ["Launch", "start_launch"]
 
-logger = logging.getLogger("airdist")
 R = TypeVar("R")
 
-_BACKLOG_BYTES = 8 << 20  # output that the displaying thread has not taken; more is shown only by the files
 _AGENT_EXIT_SECONDS = 5.0
-_SWEEP_SECONDS = 5.0
-_POLL_SECONDS = 0.5
-_REDRAW_SECONDS = 0.2
 _AT_EXIT_SECONDS = 30.0
 
 
@@ -83,28 +72,20 @@ class Launch(Generic[R]):
 
     def __init__(self, plan: Plan, *, display: bool) -> None:
         self._plan = plan
-        self._display = display and plan.settings.logs != "none"
+        self._display = Display(on=display, mode=plan.settings.logs, logs=plan.directory.logs)
         self._started = time.monotonic()
-        self._events: queue.SimpleQueue[tuple[int, int, bytes] | str | None] = queue.SimpleQueue()
-        self._backlog = 0
-        self._dropped = 0
-        self._attempt = 0
-        self._sessions: set[int] = set()
-        self._world_size = plan.world_size
-        self._nodes = Nodes(plan.withheld)
-        self._cancelled = False
-        self._lost: NodeLostError | None = None
         self._ended = threading.Event()
         self._results: Results[R] | None = None
         self._error: BaseException | None = None
-        self._sending = threading.Lock()
-        self._agents = plan.engine.start(plan.order(forward_logs=self._display))
+        self._agents = plan.engine.start(plan.order(forward_logs=self._display.on))
+        self._listener = Listener(plan, self._agents, self._display)
         atexit.register(self._at_exit)
         threading.Thread(target=self._listen, name=f"airdist-{plan.name}", daemon=True).start()
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "finished" if self._error is None else f"failed ({self._error!r})"
-        return f"<Launch {self._plan.name}: {state}, {self._world_size or 'all'} processes, run_dir={self.run_dir}>"
+        count = self._listener.world_size or "all"
+        return f"<Launch {self._plan.name}: {state}, {count} processes, run_dir={self.run_dir}>"
 
     def __await__(self) -> Generator[Any, None, Results[R]]:
         """Wait without blocking the event loop."""
@@ -161,18 +142,15 @@ class Launch(Generic[R]):
         """
         if self.done():
             return False
-        self._cancelled = True
-        with self._sending:
-            if self._agents.channel is not None:
-                self._agents.channel.send("kill" if now else "stop")
+        self._listener.cancel(now=now)
         return True
 
     def logs(self, rank: int = 0) -> str:
         """What a rank has written so far, in the latest attempt."""
-        if rank < 0 or (self._world_size is not None and rank >= self._world_size):
-            known = "" if self._world_size is None else f" to {self._world_size - 1}"
+        if rank < 0 or (self._listener.world_size is not None and rank >= self._listener.world_size):
+            known = "" if self._listener.world_size is None else f" to {self._listener.world_size - 1}"
             raise ValueError(f"rank {rank}: there are ranks 0{known}")
-        path = self._plan.directory.log(rank, self._attempt)
+        path = self._plan.directory.log(rank, self._listener.attempt)
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def watch(self) -> Results[R]:
@@ -181,12 +159,11 @@ class Launch(Generic[R]):
         An interrupt ends the ranks within their grace and is raised again after that; a second one ends them at once,
         and a third does not wait.
         """
-        live = redraws(sys.stdout) or redraws(sys.stderr)
-        console = Console(self._world_size, self._plan.settings.logs, live=live, columns=columns())
+        console = self._display.console(self._listener.world_size)
         interrupts: list[KeyboardInterrupt] = []
         while True:
             try:
-                self._show_until_end(console)
+                self._display.show_until(self.done, console)
                 break
             except KeyboardInterrupt as interrupt:
                 interrupts.append(interrupt)
@@ -197,37 +174,17 @@ class Launch(Generic[R]):
             raise interrupts[0]
         return self.result()
 
-    def _show_until_end(self, console: Console) -> None:
-        while not (self.done() and self._events.empty()):
-            pieces: list[Piece] = []
-            try:
-                event = self._events.get(timeout=_REDRAW_SECONDS)
-            except queue.Empty:
-                event = None
-            if isinstance(event, str):
-                pieces += console.note(event)
-            elif event is not None:
-                self._backlog -= len(event[2])
-                pieces += console.feed(*event)
-            show([*pieces, *console.tick(time.monotonic())])
-        show(console.close())
-        show(_closing_notes(console, self._dropped, self._plan.directory.logs))
-
-    def _note(self, text: str, *, warn: bool = False) -> None:
-        if self._display:
-            self._events.put(text)
-        elif warn:
-            logger.warning(text)
-
     def _listen(self) -> None:
         """Follow the agent to the end, then settle everything; runs in a thread of its own."""
         plan = self._plan
         status: str = "FAILED"
-        self._note(_opening(plan, self._agents.job_id))
+        self._display.note(_opening(plan, self._agents.job_id))
         try:
-            ended = self._run()
+            ended = self._listener.follow()
             if ended["leftovers"]:
-                self._note(f"processes {ended['leftovers']} withstand SIGKILL (stuck in the kernel); they were left")
+                self._display.note(
+                    f"processes {ended['leftovers']} withstand SIGKILL (stuck in the kernel); they were left"
+                )
             self._results = collect(ended, plan.directory, timeout=plan.settings.timeout)
             status = "FINISHED"
         except LaunchCancelledError as error:
@@ -243,110 +200,18 @@ class Launch(Generic[R]):
             plan.directory.remove_data()
         else:
             first = textwrap.shorten(str(self._error).strip().partition("\n")[0], 160, placeholder=" …")
-            self._note(f"{plan.name} failed after {seconds:.1f} s: {type(self._error).__name__}: {first}")
+            self._display.note(f"{plan.name} failed after {seconds:.1f} s: {type(self._error).__name__}: {first}")
         if plan.run is not None:
-            tags = {"world_size": str(self._world_size or 0), "restarts": str(self._attempt)} | self._nodes.tags()
+            tags = {
+                "world_size": str(self._listener.world_size or 0),
+                "restarts": str(self._listener.attempt),
+            } | self._listener.nodes.tags()
             if failures := getattr(getattr(self._error, "launch", None), "failures", ()):
                 tags |= {"failed_rank": str(failures[0].rank), "failure": failures[0].summary[:250]}
             plan.run.finish(status, tags=tags, logs=plan.directory.logs)  # type: ignore[arg-type]
         self._ended.set()
-        self._events.put(None)
+        self._display.wake()
         atexit.unregister(self._at_exit)
-
-    def _run(self) -> dict[str, Any]:
-        """Follow the agents to their last message, and those that come in their place when a node was taken away."""
-        while True:
-            ended = self._follow_or_lose()
-            lost = isinstance(ended, AgentDiedError) or ended["reason"] == "lost"
-            taken = not isinstance(ended, AgentDiedError) and ended["reason"] == "terminated"
-            if (lost or taken) and self._again("a node was lost" if lost else "a node was taken away"):
-                continue
-            if self._lost is not None and (taken or isinstance(ended, AgentDiedError)):
-                raise self._lost
-            if isinstance(ended, AgentDiedError):
-                raise ended
-            return ended
-
-    def _follow_or_lose(self) -> dict[str, Any] | AgentDiedError:
-        try:
-            return self._follow()
-        except AgentDiedError as error:
-            return error
-
-    def _again(self, reason: str) -> bool:
-        settings, attempt = self._plan.settings, self._attempt + 1
-        left = None if settings.timeout is None else settings.timeout - (time.monotonic() - self._started)
-        if self._cancelled or attempt > settings.max_restarts or (left is not None and left <= 0):
-            return False
-        if not self._agents.again(attempt=attempt, timeout=left):
-            return False
-        self._attempt, self._lost = attempt, None
-        self._note(f"{reason}; starting again, {attempt} of {settings.max_restarts} restarts")
-        return True
-
-    def _follow(self) -> dict[str, Any]:
-        """Take the messages of node 0's agent until its last; the last is returned."""
-        agents = self._agents
-        with selectors.DefaultSelector() as selector:
-            for served in agents.waits():
-                selector.register(served, selectors.EVENT_READ)
-            while (channel := agents.channel) is None or not channel.closed:
-                if channel is not None and channel not in selector.get_map():
-                    selector.register(channel, selectors.EVENT_READ)
-                # A process that was forked meanwhile may hold the agent's end open, so the channel alone cannot tell;
-                # and a suspended caller wakes with its wait expired, the agent gone, and its last words still to read.
-                alive = agents.alive()
-                ready = [key.fileobj for key, _ in selector.select(_POLL_SECONDS) or selector.select(0)]
-                if not (ready or alive):
-                    break
-                for message in channel.receive() if channel is not None and channel in ready else ():
-                    if message["kind"] == "ended":
-                        self._world_size = len(message["ranks"]) or self._world_size
-                        return message
-                    self._on_message(message)
-                with self._sending:
-                    agents.serve()
-                if self._cancelled and agents.channel is None:
-                    raise LaunchCancelledError("the launch was cancelled before its nodes had come")
-        self._sweep()
-        raise AgentDiedError(
-            f"the agent of {self._plan.name} died ({agents.words() or 'it left no word'}), and its ranks with it; "
-            f"logs: {self._plan.directory.logs}"
-        )
-
-    def _on_message(self, message: dict[str, Any]) -> None:
-        kind = message["kind"]
-        if kind == "log":
-            size = len(message["data"])
-            if self._backlog > _BACKLOG_BYTES:
-                self._dropped += size
-            else:
-                self._backlog += size
-                self._events.put((message["rank"], message["stream"], message["data"]))
-        elif kind == "file":
-            self._plan.directory.put(message["name"], message["offset"], message["data"])
-        elif kind == "lost":
-            self._lost = self._lost or NodeLostError(message["text"], node=message["node"], host=message["host"])
-        elif kind == "node":
-            self._nodes.add(message)
-        elif kind == "started":
-            self._attempt = message["attempt"]
-            if self._plan.engine.local:  # elsewhere these numbers are other processes
-                self._sessions.update(message["pids"])
-            for text in self._nodes.report():
-                self._note(text, warn=True)
-        elif kind == "restarting":
-            self._note(
-                f"rank {message['rank']} failed ({message['summary']}); starting again, "
-                f"{message['attempt']} of {self._plan.settings.max_restarts} restarts"
-            )
-
-    def _sweep(self) -> None:
-        """End what a killed agent has left: the kernel ended the ranks, their children are in the ranks' sessions."""
-        deadline = time.monotonic() + _SWEEP_SECONDS
-        while (left := processes.session_members(self._sessions)) and time.monotonic() < deadline:
-            processes.kill(left)
-            time.sleep(0.01)
 
     def _at_exit(self) -> None:
         self.cancel(now=True)
@@ -363,12 +228,3 @@ def _opening(plan: Plan, job_id: str | None) -> str:
         what += f" (job {job_id})" if job_id else ""
     link = f"; MLflow run: {plan.run.link}" if plan.run else ""
     return f"{plan.name}: {what}; logs: {plan.directory.logs}{link}"
-
-
-def _closing_notes(console: Console, dropped: int, logs: Path) -> list[Piece]:
-    pieces: list[Piece] = []
-    if console.hidden_lines:
-        pieces += console.note(f"{console.hidden_lines} lines of other ranks not shown (logs='all' shows them): {logs}")
-    if dropped:
-        pieces += console.note(f"{dropped} bytes of output came too fast to show; they are in {logs}")
-    return pieces
