@@ -14,7 +14,7 @@ import numpy as np
 
 from airdata.arrival import wait_for_files
 from airdata.cache import CachedFile, VolumeCache, find_file, open_file
-from airdata.errors import ManifestError, MissingFilesError
+from airdata.errors import ManifestError, MissingFilesError, TransferError
 from airdata.manifest import UNKNOWN_SIZE, Manifest
 from airdata.manifest.listing import list_volume, map_shared
 from airdata.manifest.patterns import Selection
@@ -195,6 +195,8 @@ class Files:
         transport = self._transports[entry.volume]
         if entry.size == UNKNOWN_SIZE:
             file = transport.stat(entry.path)
+            if file.size == UNKNOWN_SIZE:  # a cache that cannot check a length would serve half a file as a whole one
+                raise TransferError(f"{self.name(entry)}: its source does not tell how large it is")
             entry = Entry(file.path, file.size, file.version, entry.row, entry.volume)
         return open_file(self._cache, transport, entry)
 

@@ -18,7 +18,7 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from airdata.transport import FileInfo, Transport
@@ -51,7 +51,7 @@ def order_for(transport: Transport, folders: Sequence[str]) -> str | None:
     return None
 
 
-def list_apart(order: str, stall: float = _STALL_SECONDS) -> Iterator[FileInfo]:
+def list_apart(order: str, stall: float = _STALL_SECONDS) -> Generator[FileInfo, None, None]:
     """Every file below some folders, as a child finds them.
 
     Args:

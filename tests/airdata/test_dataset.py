@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import http.server
 import itertools
 import json
 import os
 import pickle
+import threading
 import warnings
 from pathlib import Path
 
@@ -434,3 +436,29 @@ def test_closing_an_iterator_stops_fetching(make_files, counting_server, tmp_pat
 def test_a_decoding_wrapper_loses_nothing(volume) -> None:
     directory = volume(9)
     assert list(Lengths(UCVolumeDataset(directory))) == [os.path.getsize(path) for path in UCVolumeDataset(directory)]
+
+
+def test_a_source_that_never_tells_a_size_is_an_error_of_the_file_and_not_a_missing_path(tmp_path):
+    class Silent(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def do_GET(self):
+            self.do_HEAD()
+            self.wfile.write(b"content")
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        dataset = UCVolumeDataset(
+            f"http://127.0.0.1:{server.server_port}",
+            manifest=Manifest.from_paths(["a.txt"]),
+            cache_dir=tmp_path / "cache",
+            min_free_bytes=0,
+        )
+        with pytest.raises(FetchError, match=r"a\.txt"):
+            list(dataset)
+        server.shutdown()

@@ -462,3 +462,14 @@ def test_a_long_listing_says_how_far_it_is_also_while_its_driver_says_nothing(tm
 def ended(thread: threading.Thread) -> bool:
     thread.join(30)
     return not thread.is_alive()
+
+
+def test_the_listing_child_has_ended_when_a_listing_fails_though_the_error_is_kept(bucket) -> None:
+    def fussy(path: str) -> bool:
+        raise ValueError(path)
+
+    before = set(psutil.Process().children())
+    with pytest.raises(ValueError) as kept:
+        read_listing(open_transport(bucket), Selection(fussy), wait=0)
+    assert kept.tb is not None  # as a notebook keeps the last one
+    assert set(psutil.Process().children()) <= before  # one that has ended and was not waited for would be there

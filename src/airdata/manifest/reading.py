@@ -5,6 +5,7 @@ transport, or obstore in a child ──► progress ──► selection ──�
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -65,7 +66,9 @@ def _list_once(transport: Transport, selection: Selection) -> tuple[Manifest, _L
     order = order_for(transport, selection.prefixes)
     if order is not None:
         try:
-            return _select(transport.volume, list_apart(order), selection)
+            # Closed here, and not when the traceback of an interrupt is: a notebook keeps that, and with it the child.
+            with contextlib.closing(list_apart(order)) as found:
+                return _select(transport.volume, found, selection)
         except ListerError as error:
             _log.info("%s: obstore could not list it, so fsspec does: %s", transport.volume, error)
     files = (file for prefix in selection.prefixes for file in transport.list(prefix))
