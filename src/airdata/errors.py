@@ -17,6 +17,7 @@ __all__ = [
     "FetchError",
     "ManifestError",
     "MissingFilesError",
+    "OutcomeUnknownError",
     "SourceChangedError",
     "StagingFullError",
     "StalledError",
@@ -43,6 +44,10 @@ class VolumeError(AirdataError, ValueError):
 
 class TransferError(AirdataError, OSError):
     """A read, write or listing failed for good: it was permanent, or its retries and deadline are used up."""
+
+
+class OutcomeUnknownError(TransferError):
+    """A change was under way when the deadline came, and may be carried out yet; what depends on it must stay."""
 
 
 class SourceChangedError(TransferError):

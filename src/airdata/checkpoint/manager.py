@@ -13,7 +13,7 @@ import re
 import time
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from airdata.checkpoint.ranks import Ranks
 from airdata.checkpoint.saving import Saver
 from airdata.checkpoint.staging import Stager
 from airdata.checkpoint.verify import verify_checkpoint
+from airdata.checkpoint.workers import begin, claim
 from airdata.errors import CheckpointError
 from airdata.metrics import Reporter, active_run
 from airdata.transport import open_transport
@@ -107,7 +108,7 @@ class CheckpointManager:
         self._ranks = Ranks(timeout)
         self._saver = Saver(self.root, self._ranks, policies, prove=prove_first, writer_options=writer_options or {})
         self._stager = Stager()
-        self._thread: ThreadPoolExecutor | None = None
+        self._timeout = timeout
         self._pending: Future[SaveSummary] | None = None
         self._reporter: Reporter | None = None
         self._began = 0.0
@@ -126,7 +127,8 @@ class CheckpointManager:
     ) -> Future[SaveSummary]:
         """Save the state as ``step``; one that exists is replaced once the new one is published.
 
-        Waits for the previous save first. Asynchronous: returns when the state is copied, and training may go on.
+        Waits for the previous save first. Asynchronous: returns when the state is copied, and training may go on. The
+        end of the program waits too, for up to the manager's ``timeout``, and logs a failure that nobody has seen.
 
         Args:
             step: not negative.
@@ -161,9 +163,7 @@ class CheckpointManager:
         # MLflow's active run is the calling thread's own.
         write = functools.partial(self._write, step, tree, scores, self._reporter, active_run())
         if self._async:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "airdata-checkpoint")
-            self._pending = future = self._thread.submit(write)
+            self._pending = future = begin(write, f"saving step {step} under {self.root}", self._timeout)
         else:
             future = Future()
             future.set_result(write())
@@ -178,10 +178,10 @@ class CheckpointManager:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            claim(pending)
 
     def close(self) -> None:
-        """Wait, and give back threads and buffers; the manager can be used again.
+        """Wait, and give back buffers; the manager can be used again.
 
         Raises:
             CheckpointError: the last save failed.
@@ -189,9 +189,6 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-                self._thread = None
             self._stager.close()
             if self._reporter is not None:
                 self._reporter.close()

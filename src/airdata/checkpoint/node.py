@@ -5,7 +5,8 @@
 
 The folder lies in the machine's temporary directory. Every process holds a lock of the kernel on it while it loads, and
 whoever leaves last removes it; after a SIGKILL the next load on the machine does. Nothing depends on it: where it
-cannot be made, where the disk is full, or where the process that fetches has stopped, a process fetches for itself.
+cannot be made, where the disk gets full, where a process is far ahead of the others, or where the process that fetches
+has stopped, a process fetches for itself.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 
@@ -29,6 +32,12 @@ _PREFIX = "load-"
 # Longer than a transport tries by itself: who holds a lock for longer has been stopped.
 _PATIENCE = 150.0
 _ATTEMPTS = 3
+# What one process keeps for the others: twice the 8 reads of 32 MiB that a load has in flight. One that is further
+# ahead than that has a slow or dead neighbour, and would store the whole checkpoint for it.
+_OWN_BYTES = 512 << 20
+# What stays free on the disk, which is often memory, whatever is being loaded: the larger of the two.
+_FREE_BYTES = 1 << 30
+_FREE_SHARE = 0.1
 
 
 def _base() -> str:
@@ -52,6 +61,8 @@ class NodeFolder:
     def __init__(self, path: str, locks: LockFile) -> None:
         self._path = path
         self._locks = locks
+        self._stored: dict[str, int] = {}  # by this process, and there when it last looked: bytes by path
+        self._looking = threading.Lock()
 
     @staticmethod
     def join(key: str) -> NodeFolder | None:
@@ -86,6 +97,10 @@ class NodeFolder:
             end: one past the last.
         """
         path = os.path.join(self._path, name)
+        with contextlib.suppress(OSError):
+            return _read(path, start, end)
+        if not self._has_room():
+            return fetch()[start:end]  # without the lock: what nobody stores, nobody is to wait for
         lock = 1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
         found: list[bytes] = []
 
@@ -104,7 +119,7 @@ class NodeFolder:
             with contextlib.suppress(OSError):  # it may have come between our look and our lock
                 return _read(path, start, end)
             data = fetch()
-            _store(path, data)
+            self._keep(path, data)
             return data[start:end]
         finally:
             self._locks.release(lock)
@@ -122,6 +137,18 @@ class NodeFolder:
             if last:
                 os.unlink(path + ".done")
                 os.unlink(path)
+
+    def _has_room(self) -> bool:
+        """Whether this process may store more for the others."""
+        with self._looking:
+            if sum(self._stored.values()) >= _OWN_BYTES:
+                self._stored = {path: size for path, size in self._stored.items() if os.path.exists(path)}
+            return sum(self._stored.values()) < _OWN_BYTES and _fits(self._path, 0)
+
+    def _keep(self, path: str, data: bytes) -> None:
+        if _fits(self._path, len(data)) and _store(path, data):
+            with self._looking:
+                self._stored[path] = len(data)
 
     def leave(self) -> None:
         """Stop using the folder; the last process removes it."""
@@ -166,7 +193,15 @@ def _read(path: str, start: int, end: int | None) -> bytes:
         return file.read(-1 if end is None else end - start) or b""
 
 
-def _store(path: str, data: bytes) -> None:
+def _fits(folder: str, size: int) -> bool:
+    try:
+        disk = shutil.disk_usage(folder)
+    except OSError:
+        return False
+    return disk.free - size >= max(_FREE_BYTES, _FREE_SHARE * disk.total)
+
+
+def _store(path: str, data: bytes) -> bool:
     try:
         with open(path + ".part", "wb") as file:
             file.write(data)
@@ -174,3 +209,5 @@ def _store(path: str, data: bytes) -> None:
     except OSError:  # no room: the others fetch for themselves
         with contextlib.suppress(OSError):
             os.unlink(path + ".part")
+        return False
+    return True

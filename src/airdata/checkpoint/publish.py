@@ -3,11 +3,13 @@
     items written == planned ──► every file there with its size ──► integrity record ──► .metadata ──► leftovers go
 
 Only the coordinator comes here, once per save. An error before the last step publishes nothing; after it nothing fails.
+Where the last step may or may not have been done, or may yet be done, every file of both checkpoints stays.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import pickle
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from airdata.checkpoint import layout
 from airdata.checkpoint.integrity import FileRecord, IntegrityRecord, ItemRecord, as_bytes, crc32c
-from airdata.errors import CheckpointError, CheckpointNotFoundError
+from airdata.errors import CheckpointError, CheckpointNotFoundError, OutcomeUnknownError
 from airdata.transport import Transport
 from airdata.transport.retry import describe
 from airdata.volume import Volume
@@ -91,11 +93,11 @@ def publish(
     Raises:
         CheckpointError: something is missing or has the wrong size, or storage failed; nothing was published, and the
             files of this save are removed.
+        OutcomeUnknownError: storage did not say whether it has published; nothing is removed, old or new.
     """
     name = transport.volume
     files = tuple({s.file.name: s.file for s in stored.values()}.values())
     record_name = layout.integrity_name(save_id)
-    removable = [*(file.name for file in files), record_name]
     try:
         _check_items(name, metadata, stored)
         layout.check_sizes(transport, {file.name: file.size for file in files})
@@ -118,23 +120,46 @@ def publish(
             metrics=dict(metrics or {}),
         )
         transport.put(record_name, record.to_bytes())
-        try:
-            transport.put(layout.METADATA, data)
-        except OSError:
-            # The answer may have been lost and not the request: what is there now decides. While that is not known,
-            # nothing may be removed.
-            kept, removable = removable, []
-            published = _content(transport)
-            removable = kept
-            if published != data:
-                raise
+        doubt = _put_metadata(transport, data)
     except Exception as error:
-        remove_files(transport, removable)
+        remove_files(transport, [*(file.name for file in files), record_name])
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{name}: the checkpoint was not published: {describe(error)}") from error
+    if doubt is not None:
+        raise OutcomeUnknownError(
+            errno.ETIMEDOUT,
+            f"{name}: whether the checkpoint was published is not known, and it may yet be. No file was removed; once "
+            f"storage answers, the new checkpoint is there or what was there before: {describe(doubt)}",
+        ) from doubt
     _remove_leftovers(transport, replaced, record)
     return record
+
+
+def _put_metadata(transport: Transport, data: bytes) -> OSError | None:
+    """Publish.
+
+    Returns:
+        None when it is published; why it is not known whether it is, or will be, otherwise.
+
+    Raises:
+        OSError: it is not published.
+    """
+    try:
+        transport.put(layout.METADATA, data)
+    except OutcomeUnknownError as error:
+        return error
+    except OSError:
+        # The answer may have been lost and not the request: what is there now decides.
+        try:
+            published = transport.read(layout.METADATA)
+        except FileNotFoundError:
+            published = None
+        except OSError as error:
+            return error
+        if published != data:
+            raise
+    return None
 
 
 def _check_items(name: Volume, metadata: Metadata, stored: Mapping[MetadataIndex, StoredItem]) -> None:
@@ -155,13 +180,6 @@ def _remove_file(transport: Transport, name: str) -> None:
         transport.delete(name)
     except OSError as error:
         _log.warning("%s/%s could not be removed: %s", transport.volume, name, describe(error))
-
-
-def _content(transport: Transport) -> bytes | None:
-    try:
-        return transport.read(layout.METADATA)
-    except FileNotFoundError:
-        return None
 
 
 def _names_at(transport: Transport) -> Sequence[str]:

@@ -21,7 +21,7 @@ from airdata.checkpoint.publish import SaveSummary
 from airdata.checkpoint.ranks import Ranks, as_checkpoint_error
 from airdata.checkpoint.verify import verify_files
 from airdata.checkpoint.writer import UCVolumeWriter
-from airdata.errors import CheckpointError
+from airdata.errors import CheckpointError, OutcomeUnknownError
 from airdata.transport import open_transport
 from airdata.transport.retry import describe
 from airdata.volume import Volume
@@ -66,7 +66,9 @@ class Saver:
         try:
             metadata = dcp_save(tree, storage_writer=writer, process_group=self._ranks.group, no_dist=self._ranks.alone)
         except (Exception, CheckpointException) as error:
-            writer.discard()
+            failures = [pair[0] for pair in error.failures.values()] if isinstance(error, CheckpointException) else []
+            if not any(isinstance(failure, OutcomeUnknownError) for failure in failures):
+                writer.discard()
             if isinstance(error, CheckpointException):
                 raise as_checkpoint_error(error, f"saving step {step}") from error
             raise CheckpointError(f"saving {writer.checkpoint_id}: {describe(error)}") from error

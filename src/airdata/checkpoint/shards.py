@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ from airdata.checkpoint.integrity import ItemRecord
 from airdata.checkpoint.placement import Placement
 from airdata.checkpoint.publish import StoredItem
 from airdata.checkpoint.shardfile import ENVELOPE_BYTES, ShardFile
+from airdata.checkpoint.workers import each
 from airdata.errors import CheckpointError, StagingFullError
 from airdata.transport.retry import describe
 
@@ -48,7 +48,6 @@ class _StoppedError(Exception):
 def write_files(jobs: Sequence[FileJob], placement: Placement, planner: SavePlanner, threads: int) -> list[WriteResult]:
     """Write all files, in threads. The failure that came first stops the others and is raised."""
     stop = threading.Event()
-    failures: list[tuple[str, Exception]] = []
 
     def write(job: FileJob) -> list[WriteResult]:
         placed: list[ItemRecord] = []
@@ -63,24 +62,14 @@ def write_files(jobs: Sequence[FileJob], placement: Placement, planner: SavePlan
         try:
             file = placement.write(job.name, job.size, fill)
         except _StoppedError:
-            return []
-        except Exception as error:  # noqa: BLE001 - raised below, once every thread has ended
-            failures.append((job.name, error))
-            stop.set()
-            return []
+            raise
+        except Exception as error:
+            kind = StagingFullError if isinstance(error, StagingFullError) else CheckpointError
+            raise kind(f"{job.name}: {describe(error)}") from error
         return [
             WriteResult(item.index, record.length, StoredItem(file, record))
             for item, record in zip(job.items, placed, strict=True)
         ]
 
-    with ThreadPoolExecutor(threads, "airdata-save") as pool:
-        try:
-            results = list(pool.map(write, jobs))
-        except BaseException:
-            stop.set()  # an interrupt: do not finish gigabytes first
-            raise
-    if failures:
-        name, error = failures[0]
-        kind = StagingFullError if isinstance(error, StagingFullError) else CheckpointError
-        raise kind(f"{name}: {describe(error)}") from error
+    results = each(write, jobs, threads, "airdata-save", stop)
     return [result for part in results for result in part]

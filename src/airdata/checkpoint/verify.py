@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from airdata.checkpoint.integrity import FileRecord, crc32c
 from airdata.checkpoint.layout import Published
 from airdata.checkpoint.ranges import split
 from airdata.checkpoint.source import open_source
+from airdata.checkpoint.workers import each
 from airdata.errors import CorruptCheckpointError
 from airdata.transport import Transport
 
@@ -77,10 +77,4 @@ def verify_files(
                 f"{file.crc32c:08x} when written"
             )
 
-    with ThreadPoolExecutor(threads, "airdata-verify") as pool:
-        futures = [pool.submit(check, file) for file in files]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            stop.set()
+    each(check, files, threads, "airdata-verify", stop)

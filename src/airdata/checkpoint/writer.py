@@ -181,6 +181,7 @@ class UCVolumeWriter(OnVolume, StorageWriter):
 
         Raises:
             CheckpointError: an item or a file is not what it must be; nothing was published.
+            OutcomeUnknownError: storage did not say whether it published; no file was removed.
         """
         metadata.storage_meta = self.storage_meta()
         stored = {result.index: result.storage_data for part in results for result in part}

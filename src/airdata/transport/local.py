@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -20,7 +21,6 @@ __all__ = ["LocalTransport"]
 T = TypeVar("T")
 
 _COPY_BYTES = 1 << 20
-_ALWAYS_WANTED = Wanted()
 
 
 class LocalTransport:
@@ -111,17 +111,16 @@ class LocalTransport:
         full = self._full(path)
         folder = os.path.dirname(full)
         self._call(f"writing {full}", lambda _: os.makedirs(folder, exist_ok=True))
-        write = _write_and_compare if filesystem_type(folder).startswith("fuse") else _write_and_replace
-        self._call(f"writing {full}", lambda _: write(full, source), lambda: size_on_disk(full))
+        upload = _Upload(full, source)
+        write = upload.write_and_compare if filesystem_type(folder).startswith("fuse") else upload.write_and_replace
+        self._call(f"writing {full}", write, lambda: upload.written)
 
     def delete(self, path: str) -> None:
         full = self._full(path)
 
-        def remove(_: Wanted) -> None:
-            try:
-                os.unlink(full)
-            except FileNotFoundError:
-                return
+        def remove(wanted: Wanted) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                wanted.commit(lambda: os.unlink(full))
 
         self._call(f"removing {full}", remove)
 
@@ -133,7 +132,7 @@ class LocalTransport:
             return self._retry.call(
                 what, lambda: within(seconds, what, verb, moved), progress=progress, again=self._count
             )
-        return self._retry.call(what, lambda: verb(_ALWAYS_WANTED), progress=progress, again=self._count)
+        return self._retry.call(what, lambda: verb(Wanted()), progress=progress, again=self._count)
 
     def _count(self) -> None:
         self.retries += 1
@@ -155,44 +154,58 @@ def _leads_up(link: str) -> bool:
     )
 
 
-def _copy_into(target_fd: int, source: bytes | os.PathLike[str]) -> None:
-    with open(target_fd, "wb") as target:
-        if isinstance(source, bytes):
-            target.write(source)
-        else:
-            with open(source, "rb") as local:
-                shutil.copyfileobj(local, target, _COPY_BYTES)
-        # flush before fsync: torch <= 2.13 synced an empty file because it had these the other way round.
-        target.flush()
-        os.fsync(target.fileno())
+class _Upload:
+    """One file on its way into the directory; ``written`` is how many of its bytes the current attempt has written."""
 
+    def __init__(self, full: str, source: bytes | os.PathLike[str]) -> None:
+        self.written = 0
+        self._full = full
+        self._source = source
 
-def _write_and_replace(full: str, source: bytes | os.PathLike[str]) -> None:
-    folder = os.path.dirname(full)
-    temporary = os.path.join(folder, f".airdata-{secrets.token_hex(8)}.part")
-    # Not mkstemp, whose files only their owner can read: what is stored on a volume is as shared as the umask says.
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        _copy_into(descriptor, source)
-        os.replace(temporary, full)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    def write_and_replace(self, wanted: Wanted) -> None:
+        """A new file beside the old one, which takes its place in one act."""
+        folder = os.path.dirname(self._full)
+        temporary = os.path.join(folder, f".airdata-{secrets.token_hex(8)}.part")
+        # Not mkstemp, whose files only their owner can read: what is stored on a volume is as shared as the umask says.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            self._copy_into(descriptor, wanted)
+            wanted.commit(lambda: os.replace(temporary, self._full))
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error says more
+                os.unlink(temporary)
+            raise
+        directory = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
+    def write_and_compare(self, wanted: Wanted) -> None:
+        """One sequential write, then a read back: volume mounts have no append, no links, and rename by copying."""
 
-def _write_and_compare(full: str, source: bytes | os.PathLike[str]) -> None:
-    """One sequential write, then a read back: volume mounts have no append, no links, and rename by copying."""
-    _copy_into(os.open(full, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), source)
-    expected = len(source) if isinstance(source, bytes) else os.path.getsize(source)
-    size = os.path.getsize(full)
-    if size != expected:
-        raise OSError(f"{expected} bytes were written to {full} and {size} are there")
-    if isinstance(source, bytes):
-        with open(full, "rb") as written:
-            if written.read() != source:
-                raise OSError(f"{full} reads back other bytes than were written")
+        def overwrite() -> None:
+            self._copy_into(os.open(self._full, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), wanted)
+
+        wanted.commit(overwrite)  # all of it: from the first moment the old file is gone, and any byte may be the last
+        expected = len(self._source) if isinstance(self._source, bytes) else os.path.getsize(self._source)
+        size = os.path.getsize(self._full)
+        if size != expected:
+            raise OSError(f"{expected} bytes were written to {self._full} and {size} are there")
+        if isinstance(self._source, bytes):
+            with open(self._full, "rb") as written:
+                if written.read() != self._source:
+                    raise OSError(f"{self._full} reads back other bytes than were written")
+
+    def _copy_into(self, target_fd: int, wanted: Wanted) -> None:
+        self.written = 0
+        with (
+            open(target_fd, "wb") as target,
+            io.BytesIO(self._source) if isinstance(self._source, bytes) else open(self._source, "rb") as source,
+        ):
+            while chunk := source.read(_COPY_BYTES):
+                wanted.check()
+                self.written += target.write(chunk)
+            # flush before fsync: torch <= 2.13 synced an empty file because it had these the other way round.
+            target.flush()
+            os.fsync(target.fileno())

@@ -2,6 +2,9 @@
 
 A read of a mount whose server has gone away blocks in the kernel, where no time-out of ours reaches it. So it runs in a
 thread that can be left behind: it ends when the mount answers, or with the process.
+
+    deadline ──► between acts   no act begins any more: TransferError, and nothing changes later
+             └─► within one     the kernel may carry it out whenever the mount wakes up: OutcomeUnknownError
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from airdata.errors import TransferError
+from airdata.errors import OutcomeUnknownError, TransferError
 
 __all__ = ["Abandoned", "Wanted", "within"]
 
@@ -30,12 +33,36 @@ class Wanted:
     """Whether somebody still waits for a piece of work; to be asked before it changes anything."""
 
     def __init__(self) -> None:
-        self.given_up = False
+        self._given_up = False
+        self._acting = threading.Lock()
 
     def check(self) -> None:
         """Raise Abandoned when nobody waits any more."""
-        if self.given_up:
+        if self._given_up:
             raise Abandoned
+
+    def commit(self, act: Callable[[], T]) -> T:
+        """Do what cannot be undone, unless nobody waits any more.
+
+        Raises:
+            Abandoned: nobody waits; nothing was done.
+            Exception: whatever ``act`` raises.
+        """
+        with self._acting:
+            self.check()
+            return act()
+
+    def give_up(self) -> bool:
+        """Let no act begin any more.
+
+        Returns:
+            Whether none is under way either; one that is may yet be carried out.
+        """
+        settled = self._acting.acquire(timeout=_LOOK_SECONDS)
+        self._given_up = True  # without the lock too: a long act asks between its steps
+        if settled:
+            self._acting.release()
+        return settled
 
 
 def within(seconds: float, what: str, verb: Callable[[Wanted], T], progress: Callable[[], int]) -> T:
@@ -44,11 +71,12 @@ def within(seconds: float, what: str, verb: Callable[[Wanted], T], progress: Cal
     Args:
         seconds: without progress after which it is left behind.
         what: the verb and path, for messages.
-        verb: the operation; asks its argument before it writes.
-        progress: how far the operation is.
+        verb: the operation; commits what it changes through its argument.
+        progress: how far the operation is; must not ask the mount, which may not answer.
 
     Raises:
-        TransferError: nothing has moved for so long.
+        TransferError: nothing has moved for so long, and the verb commits nothing any more.
+        OutcomeUnknownError: nothing has moved for so long, within what the verb commits; it may be carried out later.
         Exception: whatever ``verb`` raises.
     """
     wanted = Wanted()
@@ -70,11 +98,10 @@ def within(seconds: float, what: str, verb: Callable[[Wanted], T], progress: Cal
             if now != done:
                 done, since = now, time.monotonic()
             elif time.monotonic() - since >= seconds:
-                wanted.given_up = True
-                raise TransferError(
-                    errno.ETIMEDOUT,
-                    f"{what}: nothing has moved for {seconds:g} s; is the server behind the mount there?",
-                ) from None
+                message = f"{what}: nothing has moved for {seconds:g} s; is the server behind the mount there?"
+                if wanted.give_up():
+                    raise TransferError(errno.ETIMEDOUT, message) from None
+                raise OutcomeUnknownError(errno.ETIMEDOUT, f"{message} This may yet be carried out") from None
             continue
         if error is not None:
             raise error

@@ -1,17 +1,23 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 
+from airdata.checkpoint import node
 from airdata.checkpoint.node import NodeFolder, node_identity
+from airdata.checkpoint.sharing import Share, SharedSource
 
 
 @pytest.fixture(autouse=True)
 def base(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(node, "_FREE_BYTES", 0)
+    monkeypatch.setattr(node, "_FREE_SHARE", 0.0)
     return tmp_path / f"airdata-loads-{os.geteuid()}"
 
 
@@ -123,6 +129,88 @@ def test_a_full_disk_costs_the_others_a_fetch_and_nothing_else(base, monkeypatch
     monkeypatch.setattr(os, "replace", full)
     assert [folder.once("a", lambda: b"content") for folder in folders] == [b"content"] * 2
     assert not list(base.rglob("a*"))
+
+
+def kept(base):
+    """The bytes that the only load of the machine keeps."""
+    return sum(path.stat().st_size for path in loads(base)[0].iterdir() if path.suffix != ".done")
+
+
+@pytest.mark.parametrize(("limit", "value"), [("_FREE_BYTES", 1 << 62), ("_FREE_SHARE", 1.0)])
+def test_what_is_to_stay_free_on_the_disk_stays_free_and_each_fetches_for_itself(limit, value, base, monkeypatch):
+    monkeypatch.setattr(node, limit, value)
+    folders = [NodeFolder.join("key") for _ in range(2)]
+    assert [folders[rank].once("a", lambda rank=rank: b"%d" % rank) for rank in range(2)] == [b"0", b"1"]
+    assert kept(base) == 0
+
+
+def test_what_alone_would_take_the_last_of_the_disk_is_not_kept(base, monkeypatch):
+    folder = NodeFolder.join("key")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1000, 900, 100))
+    monkeypatch.setattr(node, "_FREE_BYTES", 95)
+    assert folder.once("a", lambda: b"123456") == b"123456"
+    assert kept(base) == 0
+    assert folder.once("b", lambda: b"12345") == b"12345"
+    assert kept(base) == 5
+
+
+def test_where_nothing_can_be_kept_no_process_waits_for_another(base, monkeypatch):
+    fetching = process(base, 'folder.once("a", lambda: (print("fetching", flush=True), sys.stdin.read())[1].encode())')
+    try:
+        assert fetching.stdout.readline() == "fetching\n"
+        monkeypatch.setattr(node, "_FREE_SHARE", 1.0)
+        answer = []
+        asking = threading.Thread(target=lambda: answer.append(NodeFolder.join("key").once("a", lambda: b"mine")))
+        asking.start()
+        asking.join(timeout=60)
+        assert answer == [b"mine"]
+    finally:
+        fetching.kill()
+        fetching.communicate()
+
+
+class Numbered:
+    """A source whose bytes say where they lie."""
+
+    def __init__(self):
+        self.content = np.arange(1 << 12, dtype=np.uint8)
+        self.bytes = 0
+
+    def read_into(self, name, start, views):
+        for view in views:
+            view[:] = self.content[start : start + len(view)]
+            start += len(view)
+            self.bytes += len(view)
+
+
+def test_a_rank_far_ahead_keeps_a_bounded_part_for_the_others_and_all_read_the_same(base, monkeypatch):
+    monkeypatch.setattr(node, "_OWN_BYTES", 512)
+    size, piece = 1 << 12, 128
+    pieces = np.array([(start, start + piece, 2) for start in range(0, size, piece)])
+    sources = [Numbered(), Numbered()]
+    ranks = [SharedSource(source, Share("key", 0, 2, {"f": pieces}), [("f", 0, size)]) for source in sources]
+    results = [np.zeros(size, np.uint8) for _ in ranks]
+    ranks[0].read_into("f", 0, [results[0]])
+    assert kept(base) == 512
+    ranks[1].read_into("f", 0, [results[1]])
+    for result in results:
+        assert np.array_equal(result, sources[0].content)
+    assert [source.bytes for source in sources] == [size, size - 512]
+    assert kept(base) == 0
+    for rank in ranks:
+        rank.close()
+    assert loads(base) == []
+
+
+def test_what_the_others_have_read_makes_room(base, monkeypatch):
+    monkeypatch.setattr(node, "_OWN_BYTES", 4)
+    folders = [NodeFolder.join("key") for _ in range(2)]
+    for name in ("a", "b", "c"):
+        assert folders[0].once(name, lambda: b"mine") == b"mine"
+        assert folders[1].once(name, lambda: b"other") == b"mine"
+        assert kept(base) == 4
+        for folder in folders:
+            folder.done(name, 2)
 
 
 def test_an_error_is_raised_and_the_name_is_free_again(base):
