@@ -150,6 +150,31 @@ def test_refused_credentials_are_renewed_once_and_then_final(error):
     assert renewals == [1, 1]
 
 
+def test_a_transient_failure_after_a_renewal_is_tried_again_and_a_second_refusal_is_final():
+    verb = Flaky(StatusError(401), ConnectionResetError("reset"), TimeoutError("slow"))
+    assert QUICK.call("reading x", verb, renew=lambda: True) == "answer"
+    assert verb.calls == 4
+    verb = Flaky(StatusError(401), ConnectionResetError("reset"), StatusError(401))
+    with pytest.raises(TransferError, match="credentials were refused"):
+        QUICK.call("reading x", verb, renew=lambda: True)
+    assert verb.calls == 3
+
+
+@pytest.mark.parametrize("progress", [None, lambda: 0], ids=["unknown", "none seen"])
+def test_the_deadline_counts_from_the_first_failure(progress):
+    done = []
+
+    def takes_longer_than_the_deadline_and_fails_once():
+        done.append(1)
+        if len(done) == 1:
+            time.sleep(0.6)
+            raise ConnectionResetError("reset")
+        return "answer"
+
+    retry = Retry(deadline=0.5, first_wait=0.001)
+    assert retry.call("writing x", takes_longer_than_the_deadline_and_fails_once, progress=progress) == "answer"
+
+
 @pytest.mark.parametrize("error", REFUSED, ids=repr)
 def test_refused_credentials_that_cannot_be_renewed_are_final_at_once(error):
     for renew in (None, lambda: False):

@@ -11,15 +11,22 @@ import uuid
 from dataclasses import replace
 from unittest import mock
 
+import cloudpickle
+import fsspec
 import pytest
+from fsspec.callbacks import DEFAULT_CALLBACK
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
+import airdata
 from airdata.errors import SourceChangedError, TransferError, VolumeError
 from airdata.transport import FileInfo, open_transport, parts
 from airdata.transport.object_store import ObjectTransport
 from airdata.transport.parts import LARGE_BYTES
 from airdata.transport.remote import FsspecTransport
+from airdata.transport.retry import Retry
+from airdata.transport.store_options import plan_store
 from airdata.volume import Volume
 
 
@@ -118,6 +125,41 @@ def test_a_transport_travels_to_other_processes(transport):
     if not str(transport.volume).startswith("memory"):
         assert again.read("a") == b"x"
     assert again.volume == transport.volume
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["before its first verb", "once opened"])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"ACCOUNT_KEY": "aGlkZGVu"},
+        {"SAS_TOKEN": "sv=1&sig=aGlkZGVu"},
+        {"CLIENT_ID": "i", "TENANT_ID": "t", "CLIENT_SECRET": "aGlkZGVu"},
+        {"CONNECTION_STRING": "AccountName=account;AccountKey=aGlkZGVu"},
+    ],
+    ids=lambda environment: [*environment][-1],
+)
+def test_credentials_of_the_environment_are_in_no_pickle(environment, opened, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
+    url = "abfs://box@account.dfs.core.windows.net/a"
+    transport = ObjectTransport(Volume.of(url), everywhere=True)
+    assert transport.lists
+    assert "aGlkZGVu" in str(plan_store(url, {}, os.environ).arguments), "obstore finds them"
+    assert not opened or transport._store() is not None
+    for thing in (transport, airdata.UCVolumeDataset(url)):
+        assert b"aGlkZGVu" not in cloudpickle.dumps(thing)
+    assert "aGlkZGVu" not in repr(vars(transport))
+    assert pickle.loads(pickle.dumps(transport)).lists
+    assert b"aGlkZGVu" in pickle.dumps(ObjectTransport(Volume.of(url, {"account_key": "aGlkZGVu"}))), "what was given"
+
+
+def test_a_transport_takes_the_credentials_of_the_environment_it_arrives_in(monkeypatch):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    travelling = pickle.dumps(ObjectTransport(Volume.of("abfs://box/a")))
+    assert not pickle.loads(travelling).lists, "no account is named"
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "aGlkZGVu")
+    assert pickle.loads(travelling).lists
 
 
 def _read_in_child(transport, connection):
@@ -221,17 +263,76 @@ def test_obstore_reads_the_key_that_s3fs_wrote(key, s3_volume):
     assert fast.stat(key) == open_transport(s3_volume).stat(key)
 
 
-def test_a_store_with_which_nothing_ever_works_gives_way_to_fsspec(s3_volume, caplog):
+def test_a_store_with_which_nothing_ever_works_gives_way_to_fsspec(s3_volume, proxy_of, caplog):
     open_transport(s3_volume).put("a", b"bytes")
-    transport = ObjectTransport(s3_volume, everywhere=True)
-    transport._plan = replace(
-        transport._plan, arguments={**transport._plan.arguments, "endpoint": "http://127.0.0.1:9"}
-    )
+    proxy = proxy_of(s3_volume.storage_options["endpoint_url"])
+    proxy.set_faults({"header": ["User-Agent", "object_store"], "reset": 0})
+    behind = replace(s3_volume, storage_options={**s3_volume.storage_options, "endpoint_url": proxy.url})
+    transport = ObjectTransport(behind, everywhere=True)
     assert [transport.read("a") for _ in range(4)] == [b"bytes"] * 4
     assert "obstore keeps failing" in caplog.text
     retries = transport.retries
     assert transport.read("a") == b"bytes"
     assert transport.retries == retries, "it is not tried any more"
+
+
+@pytest.mark.parametrize("folder", ["", "a", "both"])
+def test_markers_of_folders_are_no_files(folder, s3_volume):
+    from s3fs import S3FileSystem
+
+    filesystem = S3FileSystem(**s3_volume.storage_options, skip_instance_cache=True)
+    bucket, prefix = s3_volume.url.removeprefix("s3://").split("/", 1)
+    files = {"a/b": b"x", "a/empty": b"", "both": b"", "both/c": b"x", "full": b"xx", "full/d": b"x", "zero": b""}
+    markers = dict.fromkeys(["", "a/", "alone/", "both/", "full/"], b"")
+    for key, content in {**files, **markers}.items():
+        filesystem.call_s3("put_object", Bucket=bucket, Key=f"{prefix}/{key}", Body=content)
+    expected = sorted((key, len(files[key])) for key in files if not folder or key.startswith(f"{folder}/"))
+    general, fast = FsspecTransport(s3_volume), ObjectTransport(s3_volume, everywhere=True)
+    listings = [general.list(folder), fast.list(folder), (file for page in fast.pages(folder) for file in page)]
+    by_path = [sorted(listing, key=lambda file: file.path) for listing in listings]
+    assert [(file.path, file.size) for file in by_path[0]] == expected
+    assert by_path[0] == by_path[1] == by_path[2]
+    assert all(general.read(file.path) == files[file.path] for file in by_path[0])
+
+
+def test_markers_of_folders_are_no_files_on_azure(azure_volume):
+    from azure.storage.blob import BlobServiceClient
+
+    service = BlobServiceClient.from_connection_string(azure_volume.storage_options["connection_string"])
+    container, prefix = azure_volume.url.removeprefix("abfs://").split("/", 1)
+    files = {"a/b": b"x", "full": b"xx", "full/c": b"x", "zero": b""}
+    markers = dict.fromkeys(["alone/", "full/", "m/"])
+    folders = {"a": {"hdi_isfolder": "true"}, "Dir": {"Hdi_isfolder": "true"}, "made": {"is_directory": "true"}}
+    with service, service.get_container_client(container) as client:
+        for key, metadata in {**dict.fromkeys(files), **markers, **folders}.items():
+            client.upload_blob(f"{prefix}/{key}", files.get(key, b""), metadata=metadata)
+    expected = sorted((key, len(content)) for key, content in files.items())
+    for transport in (FsspecTransport(azure_volume), ObjectTransport(azure_volume, everywhere=True)):
+        assert sorted((file.path, file.size) for file in transport.list()) == expected
+
+
+class BreakingFileSystem(MemoryFileSystem):
+    """Memory behind a line that breaks during each of the first uploads, each time a little later."""
+
+    protocol = "breaking"
+    store, pseudo_dirs = {}, [""]
+    uploads = 0
+
+    def put_file(self, lpath, rpath, callback=DEFAULT_CALLBACK, **kwargs):
+        type(self).uploads += 1
+        time.sleep(0.2)
+        callback.relative_update(self.uploads)
+        if self.uploads < 6:
+            raise ConnectionResetError("reset")
+        super().put_file(lpath, rpath, callback=callback, **kwargs)
+
+
+def test_an_upload_that_gets_further_each_time_is_not_given_up(tmp_path):
+    fsspec.register_implementation("breaking", BreakingFileSystem, clobber=True)
+    (tmp_path / "upload").write_bytes(b"bytes")
+    transport = FsspecTransport(Volume.of("breaking://data"), Retry(deadline=0.5, first_wait=0.001))
+    transport.put("a", tmp_path / "upload")
+    assert (transport.read("a"), transport.retries) == (b"bytes", 5)
 
 
 def test_a_web_server_is_read_by_both_clients_alike(counting_server, tmp_path):

@@ -232,6 +232,38 @@ def test_credentials_that_ran_out_are_read_anew_once(kind, behind_proxy, s3_prox
 
 
 @BOTH
+def test_credentials_of_azure_that_ran_out_are_read_anew_from_the_environment(
+    kind, azure_volume, azure_endpoint, proxy_of, monkeypatch
+):
+    from azure.storage.blob import AccountSasPermissions, BlobServiceClient, ResourceTypes, generate_account_sas
+
+    open_transport(azure_volume).put("a.bin", CONTENT)
+    proxy = proxy_of(azure_endpoint)
+    client = BlobServiceClient.from_connection_string(azure_volume.storage_options["connection_string"])
+
+    def environment(day):
+        token = generate_account_sas(
+            client.account_name,
+            client.credential.account_key,
+            ResourceTypes(container=True, object=True),
+            AccountSasPermissions(read=True, list=True),
+            expiry=f"2099-01-{day}T00:00:00Z",
+        )
+        place = f"BlobEndpoint={proxy.url}/{client.account_name};AccountName={client.account_name}"
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"{place};SharedAccessSignature={token}")
+
+    environment("01")
+    transport = kind(Volume.of(azure_volume.url))
+    assert transport.read("a.bin") == CONTENT
+    proxy.set_faults({"match": "2099-01-01", "status": 403, "headers": {"x-ms-error-code": "AuthenticationFailed"}})
+    environment("02")
+    assert transport.read("a.bin") == CONTENT
+    refused = len(proxy.requests("GET", "2099-01-01"))
+    assert [transport.read("a.bin") for _ in range(2)] == [CONTENT] * 2
+    assert len(proxy.requests("GET", "2099-01-01")) == refused
+
+
+@BOTH
 def test_credentials_that_stay_refused_end_the_matter_and_stay_secret(kind, behind_proxy, s3_proxy):
     volume = Volume.of(behind_proxy.url, {**behind_proxy.storage_options, "secret": "hidden", "token": "hidden"})
     transport = kind(volume)

@@ -27,10 +27,11 @@ from airdata.transport.chains import CHAINS
 from airdata.transport.clients import Clients
 from airdata.transport.drivers import OBJECT_STORES
 from airdata.transport.failures import Failure, classify, describe, is_throttled
+from airdata.transport.markers import files_among, names_folder
 from airdata.transport.parts import LARGE_BYTES, exactly, size_on_disk
 from airdata.transport.remote import FsspecTransport
 from airdata.transport.retry import DEFAULT_RETRY, Retry
-from airdata.transport.store_options import plan_store
+from airdata.transport.store_options import StorePlan, plan_store
 from airdata.volume import Volume, safe_url
 
 __all__ = ["ObjectTransport"]
@@ -61,7 +62,7 @@ class ObjectTransport(FsspecTransport):
         super().__init__(volume, retry)
         self._everywhere = everywhere
         self._stores: Clients[Any] = Clients()
-        self._plan = plan_store(volume.url, volume.storage_options, os.environ)
+        self._given_up = False
         self._failures = 0
 
     @staticmethod
@@ -72,7 +73,8 @@ class ObjectTransport(FsspecTransport):
     @property
     def lists(self) -> bool:
         """Whether obstore lists this volume with the versions that fsspec shows."""
-        return self._plan is not None and self._plan.lists
+        plan = self._plan()
+        return plan is not None and plan.lists
 
     def list(self, prefix: str = "") -> Iterator[FileInfo]:
         def whole(store: Any) -> list[FileInfo]:
@@ -117,6 +119,7 @@ class ObjectTransport(FsspecTransport):
     def _pages(self, store: Any, prefix: str) -> Iterator[Sequence[FileInfo]]:
         last: str | None = None
         stream: Any = None
+        seen = {prefix.rstrip("/")}  # of this name there can only be the folder's own marker
 
         def page() -> Sequence[Mapping[str, Any]]:
             nonlocal stream
@@ -130,8 +133,20 @@ class ObjectTransport(FsspecTransport):
                 raise
 
         while metas := self._retry.call(f"listing {self._name(prefix)}", page, again=self._count):
-            last = metas[-1]["path"]
-            yield [_info(meta) for meta in metas if not meta["path"].endswith("/")]
+            files = files_among(map(_info, metas), lambda path: self._empty_file(store, path), seen)
+            # Never the name of a marker: without its slash it lies before files that have been listed.
+            last = files[-1].path if files else last
+            yield files
+
+    def _empty_file(self, store: Any, path: str) -> FileInfo | None:
+        def look() -> FileInfo | None:
+            answer = _obstore().get(store, path, options={"head": True})
+            return None if answer.meta["size"] or names_folder(answer.attributes) else _info(answer.meta)
+
+        try:
+            return self._retry.call(f"stat of {self._name(path)}", look, again=self._count)
+        except FileNotFoundError:
+            return None
 
     def _get_stream(self, path: str, destination: str | os.PathLike[str], version: str) -> int:
         large: FileInfo | None = None
@@ -245,22 +260,26 @@ class ObjectTransport(FsspecTransport):
                 safe_url(self.volume.url),
                 describe(error)[:300],
             )
-            self._plan = None
+            self._given_up = True
 
     def _store(self) -> Any:
         """This process's store; None where obstore must not run, or finds no credentials."""
-        if self._plan is None or not runtime.usable(anywhere=self._everywhere):
+        if self._given_up or not runtime.usable(anywhere=self._everywhere):
             return None
         try:
             return self._stores.get(self._open_store)
         except (ImportError, LookupError):
-            self._plan = None
+            self._given_up = True
             return None
 
+    def _plan(self) -> StorePlan | None:
+        """Made anew from this process's environment and never kept: what it holds must not be in a pickle."""
+        return None if self._given_up else plan_store(self.volume.url, self.volume.storage_options, os.environ)
+
     def _open_store(self) -> Any:
-        plan = self._plan
+        plan = self._plan()
         if plan is None:
-            raise LookupError("obstore has been given up")
+            raise LookupError("obstore cannot do what is asked of the driver, or has been given up")
         arguments = dict(plan.arguments)
         if plan.chain:
             found = CHAINS[plan.chain]()

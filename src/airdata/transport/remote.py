@@ -14,6 +14,7 @@ from airdata.transport import FileInfo, check_ranges, check_version
 from airdata.transport.clients import Clients
 from airdata.transport.drivers import OBJECT_STORES, driver_options, extra_for, without_own_retries
 from airdata.transport.hedge import HEDGED_BYTES, Hedge
+from airdata.transport.markers import files_among
 from airdata.transport.parts import LARGE_BYTES, exactly, fetch_parts, size_on_disk
 from airdata.transport.retry import DEFAULT_RETRY, Retry, describe
 from airdata.volume import Volume, safe_url
@@ -46,13 +47,23 @@ class FsspecTransport:
             root = full[: len(full) - len(prefix)] if prefix else full
             files = []
             for name, info in found.items():
+                # Asked of the name as it is, since _strip_protocol drops the slash that makes it a folder's marker.
+                if name.endswith("/") or info.get("type", "file") != "file":
+                    continue
                 relative = filesystem._strip_protocol(name)[len(root) :].lstrip("/")  # noqa: SLF001 - fsspec's own verb
-                # A store may show a "folder" as an empty object whose name ends with a slash.
-                if relative and not relative.endswith("/") and info.get("type", "file") == "file":
+                if relative:
                     files.append(_info(relative, info))
             return files
 
-        yield from self._call("listing", prefix, find)
+        files = self._call("listing", prefix, find)
+        # adlfs drops the slash before we see it.
+        yield from files_among(files, self._file_at, {prefix}) if extra_for(self._scheme) == "azure" else files
+
+    def _file_at(self, path: str) -> FileInfo | None:
+        try:
+            return FsspecTransport.stat(self, path)
+        except FileNotFoundError:
+            return None
 
     def directories(self, prefix: str = "") -> Sequence[str]:
         def children(filesystem: Any, full: str) -> Sequence[dict[str, Any]]:
@@ -107,12 +118,21 @@ class FsspecTransport:
             self._call("writing", path, lambda filesystem, full: filesystem.pipe_file(full, source))
             expected = len(source)
         else:
-            local = os.fspath(source)
-            self._call("writing", path, lambda filesystem, full: filesystem.put_file(local, full))
-            expected = os.path.getsize(local)
+            self._put_file(path, os.fspath(source))
+            expected = os.path.getsize(source)
         size = self.stat(path).size
         if size != expected:
             raise TransferError(f"{self._name(path)}: {expected} bytes were sent and the store holds {size}")
+
+    def _put_file(self, path: str, local: str) -> None:
+        sent: Any = None
+
+        def upload(filesystem: Any, full: str) -> None:
+            nonlocal sent
+            sent = importlib.import_module("fsspec.callbacks").Callback()  # each attempt starts from nothing
+            filesystem.put_file(local, full, callback=sent)
+
+        self._call("writing", path, upload, lambda: 0 if sent is None else sent.value)
 
     def delete(self, path: str) -> None:
         def remove(filesystem: Any, full: str) -> None:

@@ -1,6 +1,6 @@
 """The one place that tries again, and knows when to stop.
 
-    verb fails ──► Failure.TRANSIENT   wait, again, until nothing has moved for the deadline
+    verb fails ──► Failure.TRANSIENT   wait, again, until nothing has moved for the deadline since the first failure
                    Failure.AUTH        wait, renew the client once, again
                    Failure.CHANGED     SourceChangedError
                    Failure.PERMANENT   TransferError
@@ -41,7 +41,7 @@ class Retry:
     """How long to keep trying.
 
     Attributes:
-        deadline: seconds without success or progress after which the last error is final.
+        deadline: seconds without success or progress, from the first failure on, after which the last error is final.
         first_wait: upper limit of the first pause, in seconds; doubled each time.
         longest_wait: upper limit of any pause, in seconds, that the server did not ask for.
     """
@@ -73,9 +73,8 @@ class Retry:
             SourceChangedError: the file is not the version that was asked for.
             TransferError: any other failure, with the number of attempts and the cause.
         """
-        start = since = time.monotonic()
+        start, since = time.monotonic(), 0.0
         attempts = waits = furthest = 0
-        renewed = False
         while True:
             attempts += 1
             try:
@@ -86,12 +85,13 @@ class Retry:
                 raise FileNotFoundError(errno.ENOENT, f"{what}: {describe(error)}") from error
             except Exception as error:
                 failure, now = classify(error), time.monotonic()
+                since = since or now  # not before: nobody knows that a verb which took long stood still
                 if progress is not None and (done := progress()) > furthest:
                     furthest, since, waits = done, now, 0
                 wait, left = self._pause(error, failure, waits), self.deadline - (now - since)
                 may_help = failure is Failure.TRANSIENT or (failure is Failure.AUTH and renew is not None)
                 # A wait that the server asked for is not cut short: coming back early is what it must not see.
-                if not may_help or renewed or left <= 0 or (wait > left and retry_after(error) is not None):
+                if not may_help or left <= 0 or (wait > left and retry_after(error) is not None):
                     raise self._final(what, error, failure, attempts, now - start) from error
                 _log.info("%s: attempt %d failed (%s); again in %.2f s", what, attempts, describe(error), wait)
                 time.sleep(min(wait, left))
@@ -100,7 +100,7 @@ class Retry:
                     assert renew is not None
                     if not renew():
                         raise self._final(what, error, failure, attempts, now - start) from error
-                    renewed = True
+                    renew = None  # a second refusal is final
                 if again is not None:
                     again()
 
