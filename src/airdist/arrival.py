@@ -85,7 +85,10 @@ def _lead(job: str, owner: Channel, door: Door | None, hello: dict[str, Any]) ->
     leader = Leader(ready.spec, owner, directory, ready.environ, mirror=mirror, door=door, about=ready.about)
     for message in others:
         leader.take(message)
-    leader.run()
+    try:
+        leader.run()
+    finally:
+        directory.remove_data()  # it may be large; logs that nobody has taken stay
     if not owner.closed:
         directory.remove()
 
@@ -121,7 +124,11 @@ def _follow(job: str, node: int, leader: Channel, hello: dict[str, Any]) -> None
     follower = Follower(ready.spec, leader, directory, ready.environ, mirror=Mirror(directory.path, leader), node=node)
     for message in others:
         follower.take(message)
-    if follower.run():
+    try:
+        delivered = follower.run()
+    finally:
+        directory.remove_data()
+    if delivered:
         directory.remove()
 
 

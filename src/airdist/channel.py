@@ -50,6 +50,10 @@ class Channel:
         """Host addresses of this end and of the other, of a TCP connection."""
         return self._socket.getsockname()[0], self._socket.getpeername()[0]
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Let this end block from now on, but for at most so long at a time; then the other end counts as gone."""
+        self._socket.settimeout(seconds)
+
     def send(self, kind: str, *, data: bytes | None = None, **fields: Any) -> None:
         """Queue one message and send what the socket takes now (all of it, if the socket blocks).
 

@@ -85,7 +85,7 @@ class Follower(Supervisor):
         if not self._node.gone:
             self._node.release(terminate=True)
             self._pump(lambda: self._node.gone, ORPHAN_GRACE_SECONDS)
-            self._clear()
+        self._clear()  # ranks that have ended by themselves may have left children too
         return self._dismissed
 
     def _start(self, message: dict[str, Any]) -> None:

@@ -11,9 +11,11 @@ never lose half a message. The thread that waits for the result is also the one 
 from __future__ import annotations
 
 import atexit
+import logging
 import textwrap
 import threading
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from airdist.collect import collect
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from airdist.settings import Settings
 
 __all__ = ["Launch", "start_launch"]
+
+logger = logging.getLogger("airdist")
 
 R = TypeVar("R")
 
@@ -176,25 +180,44 @@ class Launch(Generic[R]):
 
     def _listen(self) -> None:
         """Follow the agent to the end, then settle everything; runs in a thread of its own."""
-        plan = self._plan
         status: str = "FAILED"
-        self._display.note(_opening(plan, self._agents.job_id))
         try:
-            ended = self._listener.follow()
+            self._display.note(_opening(self._plan, self._agents.job_id))
+            ended = self._follow()
             if ended["leftovers"]:
                 self._display.note(
                     f"processes {ended['leftovers']} withstand SIGKILL (stuck in the kernel); they were left"
                 )
-            self._results = collect(ended, plan.directory, timeout=plan.settings.timeout)
+            self._results = collect(ended, self._plan.directory, timeout=self._plan.settings.timeout)
             status = "FINISHED"
         except LaunchCancelledError as error:
             self._error, status = error, "KILLED"
         except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that asks for the result
             # Where this thread put it together tells nobody anything; the rank's own traceback is its cause.
             self._error = error.with_traceback(None) if hasattr(error, "launch") else error
-        self._agents.share(lambda: dump(self._results, self._error))
-        self._agents.close(_AGENT_EXIT_SECONDS if self._agents.channel is not None else 0)
-        seconds = time.monotonic() - self._started
+        try:
+            with ExitStack() as steps:  # the last comes first, and each is made whatever becomes of the others
+                steps.callback(self._record, status)
+                steps.callback(self._agents.close, _AGENT_EXIT_SECONDS if self._agents.channel is not None else 0)
+                steps.callback(self._agents.share, lambda: dump(self._results, self._error))
+        except Exception:
+            logger.exception("%s: its result stands, but something was not put in order after it", self._plan.name)
+        finally:
+            self._ended.set()
+            self._display.wake()
+            atexit.unregister(self._at_exit)
+
+    def _follow(self) -> dict[str, Any]:
+        try:
+            return self._listener.follow()
+        except BaseException:
+            if self._agents.channel is not None:
+                self._agents.channel.close()  # an agent that lives on ends its ranks when its caller has hung up
+            raise
+
+    def _record(self, status: str) -> None:
+        """Put the run directory and the MLflow run in order, and say how it went."""
+        plan, seconds = self._plan, time.monotonic() - self._started
         plan.directory.remove_empty_logs()
         if self._error is None:
             plan.directory.remove_data()
@@ -209,9 +232,6 @@ class Launch(Generic[R]):
             if failures := getattr(getattr(self._error, "launch", None), "failures", ()):
                 tags |= {"failed_rank": str(failures[0].rank), "failure": failures[0].summary[:250]}
             plan.run.finish(status, tags=tags, logs=plan.directory.logs)  # type: ignore[arg-type]
-        self._ended.set()
-        self._display.wake()
-        atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
         self.cancel(now=True)

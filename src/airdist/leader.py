@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Leader"]
 
 _SETTLE_SECONDS = 0.25  # peers of a failed rank that are about to fail by themselves get to say so
-_FINISH_SECONDS = 30.0  # to flush and run exit handlers, once every value has been delivered
+_FINISH_SECONDS = 600.0  # to run exit handlers once every value has been delivered: the last save may be under way
 _FAILURE_GRACE_SECONDS = 2.0  # peers of a failed rank are most likely stuck in a collective
 _STOP_GRACE_SECONDS = 10.0
 _STACKS_SECONDS = 1.0
@@ -135,18 +135,21 @@ class Leader(Supervisor):
         """Wait for the other nodes; why there is no use in starting, or None."""
         if self._about is not None:
             self._owner.send("node", node=0, **self._about)
-        self._pump(lambda: self._stop or self._peers.complete or self._peers.refused, self._spec.start_timeout)
+        peers = self._peers
+        self._pump(lambda: self._stop or peers.complete or peers.refused or peers.lost, self._spec.start_timeout)
         if self._stop:
             return self._stop
-        if self._peers.refused:
+        if peers.refused:
             return "refused"
-        if not self._peers.complete:
+        if peers.lost:
+            return "lost"
+        if not peers.complete:
             return "absent"
-        if self._peers.address is not None:
+        if peers.address is not None:
             from airdist.link import interface_of  # noqa: PLC0415 - its digests cost a launch on one machine 30 ms
 
             # The user's own choice, which is in the environment already, comes last and so wins.
-            defaults = network_defaults(interface_of(self._peers.address))
+            defaults = network_defaults(interface_of(peers.address))
             self._environ |= {name: value for name, value in defaults.items() if name not in self._environ}
         return None
 

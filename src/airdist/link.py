@@ -33,7 +33,8 @@ __all__ = ["Door", "LinkError", "dial", "interface_of", "own_addresses"]
 _NONCE = 32
 _DIGEST = hashlib.sha256().digest_size
 _PROOF_SECONDS = 10.0
-_STRANGERS = 4096  # connections that have not proved themselves yet
+_STRANGERS = 64  # connections that have not proved themselves yet; all others wait in the backlog
+_PATIENCE_SECONDS = 1.0  # an agent answers within a round trip; who takes longer has to make room if need be
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _BACKLOG = 4096
@@ -51,13 +52,16 @@ def _digest(secret: str, side: bytes, *nonces: bytes) -> bytes:
 @dataclass
 class _Stranger:
     sock: socket.socket
-    until: float
+    since: float
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE))
     inbox: bytes = b""
 
 
 class Door:
     """A listening socket that lets in only who knows the secret.
+
+    Strangers are few at any time, so that they cannot use up the descriptors of this process. When there is no place,
+    whoever has been silent for a while gives theirs up; until somebody has, the next wait outside, unlistened to.
 
     Args:
         secret: that of the launch.
@@ -79,19 +83,22 @@ class Door:
         return port
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `admit` has something to do."""
+        """A descriptor that is readable when `admit` has something to do, besides what time brings."""
         return self._selector.fileno()
 
     def admit(self) -> list[Channel]:
-        """Serve whoever stands at the door, and return those that have just proved themselves. Never blocks."""
+        """Serve whoever stands at the door, and return those that have just proved themselves. Never blocks.
+
+        Call it about every second also when nothing is readable: silent strangers are shown out by the clock.
+        """
         admitted = []
         for key, _ in self._selector.select(0):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif (channel := self._hear(self._strangers[key.fd])) is not None:
+            stranger = self._strangers.get(key.fd)
+            if stranger is not None and (channel := self._hear(stranger)) is not None:
                 admitted.append(channel)
-        for stranger in [stranger for stranger in self._strangers.values() if stranger.until < time.monotonic()]:
-            self._forget(stranger).close()
+        while self._show_out(_PROOF_SECONDS):
+            pass
+        self._accept()
         return admitted
 
     def close(self) -> None:
@@ -102,17 +109,43 @@ class Door:
         self._listener.close()
 
     def _accept(self) -> None:
-        while len(self._strangers) < _STRANGERS:
+        while len(self._strangers) < _STRANGERS or self._overdue(_PATIENCE_SECONDS):
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # nobody is there any more, or there is no descriptor left: the next call tries again
+            except BlockingIOError:  # nobody is outside any more
+                self._listen(on=True)
                 return
+            except OSError:  # there is no descriptor left
+                if self._show_out(_PATIENCE_SECONDS):
+                    continue
+                break
+            if len(self._strangers) >= _STRANGERS:
+                self._show_out(_PATIENCE_SECONDS)
             sock.setblocking(False)  # noqa: FBT003 - as above
-            stranger = _Stranger(sock, time.monotonic() + _PROOF_SECONDS)
+            stranger = _Stranger(sock, time.monotonic())
             self._strangers[sock.fileno()] = stranger
             self._selector.register(sock, selectors.EVENT_READ)
             with suppress(OSError):
                 sock.send(stranger.nonce)
+        self._listen(on=False)  # else whoever waits outside would wake the owner again and again; `admit` looks anyway
+
+    def _listen(self, *, on: bool) -> None:
+        if on and self._listener not in self._selector.get_map():
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        elif not on and self._listener in self._selector.get_map():
+            self._selector.unregister(self._listener)
+
+    def _overdue(self, seconds: float) -> _Stranger | None:
+        """The one that has been here longest, if that is longer than `seconds`."""
+        oldest = next(iter(self._strangers.values()), None)  # a dict keeps the order of arrival
+        return oldest if oldest is not None and time.monotonic() - oldest.since > seconds else None
+
+    def _show_out(self, seconds: float) -> bool:
+        """Close the connection of the one that has been here longest, if that is longer than `seconds`."""
+        overdue = self._overdue(seconds)
+        if overdue is not None:
+            self._forget(overdue).close()
+        return overdue is not None
 
     def _hear(self, stranger: _Stranger) -> Channel | None:
         try:

@@ -42,7 +42,8 @@ class Listener:
         self._plan = plan
         self._agents = agents
         self._display = display
-        self._started = time.monotonic()
+        self._since: float | None = None  # when the present agents had come
+        self._spent = 0.0  # seconds for which there were agents before them
         self._sessions: set[int] = set()
         self._cancelled = False
         self._lost: NodeLostError | None = None
@@ -63,10 +64,11 @@ class Listener:
             taken = not isinstance(ended, AgentDiedError) and ended["reason"] == "terminated"
             if (lost or taken) and self._again("a node was lost" if lost else "a node was taken away"):
                 continue
-            if self._lost is not None and (taken or isinstance(ended, AgentDiedError)):
-                raise self._lost
             if isinstance(ended, AgentDiedError):
-                raise ended
+                raise self._lost or ended
+            # Where there are ranks already, those of the lost node tell of it, with all that the launch has left.
+            if self._lost is not None and (taken or (lost and not ended["ranks"])):
+                raise self._lost
             return ended
 
     def _follow_or_lose(self) -> dict[str, Any] | AgentDiedError:
@@ -77,7 +79,11 @@ class Listener:
 
     def _again(self, reason: str) -> bool:
         settings, attempt = self._plan.settings, self.attempt + 1
-        left = None if settings.timeout is None else settings.timeout - (time.monotonic() - self._started)
+        if self._since is not None:
+            self._spent += time.monotonic() - self._since
+            self._since = None
+        # What a scheduler lets a launch wait for its machines is no time of the launch.
+        left = None if settings.timeout is None else settings.timeout - self._spent
         if self._cancelled or attempt > settings.max_restarts or (left is not None and left <= 0):
             return False
         if not self._agents.again(attempt=attempt, timeout=left):
@@ -118,6 +124,8 @@ class Listener:
 
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
+        if self._since is None:  # the first word, which is `node` of node 0 or, on one machine, `started`
+            self._since = time.monotonic()
         if kind == "log":
             self._display.put(message["rank"], message["stream"], message["data"])
         elif kind == "file":

@@ -111,12 +111,19 @@ def read(path: Path, *, rank: int) -> tuple[Record, Any]:
 
 
 def dump(value: Any, error: BaseException | None) -> bytes:
-    """The outcome of a whole launch, for the processes on other nodes that take part in it."""
+    """The outcome of a whole launch, for the processes on other nodes that take part in it.
+
+    What does not survive pickling becomes a `ResultError` there, or for an exception a `RankError`.
+    """
     if error is not None and not _survives(error, error):
         error = RankError(f"{type(error).__name__}: {error}", rank=-1, type_name=type(error).__qualname__)
-    with io.BytesIO() as file:
-        _Pickler(file, protocol=5).dump((value, error))
-        return file.getvalue()
+    try:
+        with io.BytesIO() as file:
+            _Pickler(file, protocol=5).dump((value, error))
+            return file.getvalue()
+    except Exception as failure:  # noqa: BLE001 - whatever pickling raised, the other nodes are to hear of it
+        message = f"the outcome cannot be sent to the other nodes: {type(failure).__name__}: {failure}"
+        return cloudpickle.dumps((None, ResultError(message, rank=-1)))  # type: ignore[no-any-return]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types

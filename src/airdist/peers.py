@@ -73,8 +73,8 @@ class Peers:
         self.refused: list[dict[str, Any]] = []
         self.leftovers: list[int] = []
         self.terminated = ""
+        self._door = door
         if door is not None:
-            self._door = door
             selector.register(door, selectors.EVENT_READ, self._on_door)
 
     @property
@@ -151,7 +151,8 @@ class Peers:
             peer.channel.send("bye")
 
     def serve(self) -> None:
-        """What is due at every turn: heartbeats, the payload, output held back or let through, and who is lost."""
+        """What is due at every turn: callers, heartbeats, the payload, output held back or not, and who is lost."""
+        self._on_door()
         holding = self._owner.pending > _HOLD_BYTES
         for peer in self._peers.values():
             if peer.lost:
@@ -187,7 +188,7 @@ class Peers:
                     rank.summary, rank.at = peer.lost, time.monotonic()
 
     def _on_door(self) -> None:
-        for channel in self._door.admit():
+        for channel in () if self._door is None else self._door.admit():
             os.set_blocking(channel.fileno(), False)
             self._selector.register(
                 channel, selectors.EVENT_READ, lambda channel=channel: self._on_newcomer(channel, channel.receive())

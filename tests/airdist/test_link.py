@@ -2,16 +2,23 @@
 
 import contextlib
 import os
+import resource
+import select
 import selectors
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from airdist.agent import AgentSpec
 from airdist.channel import Channel
 from airdist.link import Door, LinkError, dial, interface_of, own_addresses
+from airdist.peers import Peers
 from airdist.pulse import Pulse
+from airdist.rundir import RunDirectory
 
 SECRET = "s" * 64
 
@@ -141,6 +148,103 @@ def test_who_dials_waits_for_a_door_that_opens_later():
     thread.join()
     porter.close()
     assert found
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time at the door."""
+    clock = [100.0]
+    monkeypatch.setattr("airdist.link.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    return clock
+
+
+@pytest.fixture
+def knock():
+    """Make a connection to a door, and say nothing."""
+    with contextlib.ExitStack() as opened:
+
+        def knock(door):
+            sock = opened.enter_context(socket.create_connection(("127.0.0.1", door.port), timeout=30))
+            sock.setblocking(False)
+            return sock
+
+        yield knock
+
+
+def wakes(door):
+    return bool(select.select([door], [], [], 0)[0])
+
+
+def said(sock):
+    """What the door has said: all there is, then None while the connection lasts."""
+    try:
+        return sock.recv(100)
+    except BlockingIOError:
+        return None
+
+
+def test_silent_strangers_keep_an_agent_waiting_but_not_out_and_take_few_descriptors(porter, knock):
+    before = psutil.Process().num_fds()
+    strangers = [knock(porter.door) for _ in range(200)]
+    assert dial([("127.0.0.1", porter.door.port)], SECRET, seconds=60)
+    wait_until(lambda: porter.admitted)
+    assert psutil.Process().num_fds() - before - len(strangers) < 80
+
+
+def test_one_who_has_just_come_is_no_victim_and_those_outside_wake_nobody(clock, knock):
+    door = Door(SECRET)
+    inside = [knock(door) for _ in range(64)]
+    outside = [knock(door) for _ in range(3)]
+    door.admit()
+    assert [len(said(sock)) for sock in inside] == [32] * 64
+    assert [said(sock) for sock in inside + outside] == [None] * 67
+    assert not wakes(door)
+    inside[5].sendall(b"\0" * 64)  # one place becomes free
+    assert wakes(door)
+    door.admit()
+    assert [len(said(sock) or b"") for sock in outside] == [32, 0, 0]
+    assert not wakes(door)
+    clock[0] += 2
+    door.admit()
+    assert [len(said(sock)) for sock in outside[1:]] == [32] * 2
+    assert [said(sock) for sock in inside[:5]] == [b"", b"", None, None, None]
+    door.close()
+
+
+def test_without_descriptors_the_door_rests_and_goes_on_when_there_are_some(knock):
+    door = Door(SECRET)
+    outside = knock(door)
+    limits, held = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(psutil.Process().num_fds() + 200, limits[1]), limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(outside.fileno()))
+        assert wakes(door)
+        assert door.admit() == []
+        assert not wakes(door)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    door.admit()
+    assert len(said(outside)) == 32
+    door.close()
+
+
+def test_a_leader_shows_silent_strangers_out_though_nobody_else_comes(clock, knock, tmp_path):
+    door, (ours, _theirs) = Door(SECRET), socket.socketpair()
+    with selectors.DefaultSelector() as selector:
+        spec = AgentSpec(str(tmp_path), 1, str(tmp_path), nodes=2)
+        peers = Peers(spec, door, selector, Channel(ours), RunDirectory(tmp_path))
+        stranger = knock(door)
+        door.admit()
+        assert len(said(stranger)) == 32
+        clock[0] += 11
+        assert not selector.select(0)
+        peers.serve()
+        assert said(stranger) == b""
+    door.close()
 
 
 def test_addresses_of_this_machine_have_an_interface_and_the_loopback_comes_last(monkeypatch):

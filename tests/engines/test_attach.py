@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -239,3 +240,67 @@ def test_a_launch_in_the_background_is_refused_where_processes_exist_already(mon
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match=r"use \.distributed\(\) to take part"):
         distributed(abs).submit(1)
+
+
+def test_an_interrupt_on_another_node_lets_ranks_everywhere_clean_up(cpu_only, tmp_path, pids):
+    script = tmp_path / "interrupted.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import os, signal, sys, time
+        from pathlib import Path
+        from airdist import distributed
+
+        def clean_up(*_):
+            Path({str(tmp_path)!r}, "clean-" + os.environ["RANK"]).touch()
+            os._exit(0)
+
+        @distributed(num_accelerators=1, tracking=False)
+        def train():
+            signal.signal(signal.SIGTERM, clean_up)
+            with open({pids.path!r}, "a") as file:
+                file.write(f"rank {{os.getpid()}}\\n")
+            time.sleep(600)
+
+        train.distributed()
+        """)
+    )
+    (port,) = slurm_cluster.free_ports(1)
+    given = {**os.environ, **NODE_0, "MASTER_PORT": str(port), "AIRDIST_SECRET": "5" * 64}
+    first, other = (
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**given, "NODE_RANK": node},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+        )
+        for node in "01"
+    )
+    try:
+        pids.wait_for("rank", 2)
+        other.send_signal(signal.SIGINT)
+        said = [process.communicate(timeout=90)[0] for process in (other, first)]
+        assert "KeyboardInterrupt" in said[0]
+        pids.wait_for_end()
+        assert {path.name for path in tmp_path.glob("clean-*")} == {"clean-0", "clean-1"}
+    finally:
+        for process in (first, other):
+            process.kill()
+            process.wait()
+
+
+def test_a_job_of_slurm_is_cancelled_although_the_controller_does_not_say_how_it_is(slurm, monkeypatch, tmp_path):
+    from airdist.engines.slurm import _Job
+
+    job = object.__new__(_Job)  # as the process that has submitted it knows it
+    job._id = slurm.ask("sbatch", "--parsable", "--hold", "--partition=low", "--output=none", "--wrap=true").strip()
+    silent = tmp_path / "bin"
+    silent.mkdir()
+    (silent / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    (silent / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{silent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_CONF", slurm.environ["SLURM_CONF"])
+    assert slurm.ask("squeue", "--noheader", "--format=%i", f"--jobs={job._id}").strip() == job._id
+    job.close(0)
+    assert not slurm.ask("squeue", "--noheader", "--format=%i", f"--jobs={job._id}").strip()

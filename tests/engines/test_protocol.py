@@ -5,7 +5,10 @@ The nodes are processes on this machine, each with directories of its own.
 
 import contextlib
 import os
+import pickle
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from airdist import (
     LaunchCancelledError,
     LaunchError,
     NodeLostError,
+    ResultError,
     distributed,
 )
 
@@ -309,3 +313,117 @@ def test_options_that_do_not_exist_are_refused_before_anything_is_made(launchabl
 def test_the_plain_decorator_reaches_several_nodes_by_the_environment(host_place, monkeypatch):
     monkeypatch.setenv("AIRDIST_ENGINE", "host_engine:HostEngine")
     assert distributed(nodes=2, num_accelerators=1, tracking=False)(ranks).distributed() == [0, 1]
+
+
+def join_as_guest(launch, node):
+    """Take part in a launch as the process of another node does, and wait until it is known there."""
+    from airdist.link import dial
+
+    command = host_engine.STARTED[-1].command
+    addresses = [(host, int(port)) for host, _, port in (entry.rpartition(":") for entry in command.addresses)]
+    channel = dial(addresses, command.secret, seconds=30)
+    channel.send("hello", job=command.job, guest=node)
+    wait_until(lambda: node in launch._agents._guests)
+    return channel
+
+
+def outcome_of(guest):
+    messages = []
+    while not messages and not guest.closed:
+        messages = guest.receive()
+    return pickle.loads(messages[0]["data"])
+
+
+def test_a_process_that_takes_part_and_dies_ends_the_launch_everywhere_and_leaves_no_data(
+    launchable, pids, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("airdist.launch._AGENT_EXIT_SECONDS", 60.0)
+
+    def work():
+        pids.write("rank")
+        time.sleep(600)
+
+    launch = launchable(work).submit()
+    pids.wait_for("rank", 4)
+    assert len(list((tmp_path / "nodes").rglob("payload.pkl"))) == 2
+    other, dies = join_as_guest(launch, 8), join_as_guest(launch, 7)
+    dies.close()
+    error = launch.exception(50)
+    assert isinstance(error, NodeLostError)
+    assert error.node == 7
+    assert isinstance(outcome_of(other)[1], NodeLostError)
+    pids.wait_for_end()
+    assert not list((tmp_path / "nodes").rglob("payload.pkl"))
+    assert list((tmp_path / "nodes").rglob("rank-0.log"))
+
+
+def test_a_frozen_process_that_takes_part_costs_the_others_nothing(launchable, pids, monkeypatch):
+    monkeypatch.setattr("airdist.engines.remote._SHARE_SECONDS", 1.0)
+
+    def work():
+        pids.write("rank")
+        deadline = time.monotonic() + 60
+        while not os.path.exists(f"{pids.path}-go") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return b"x" * (8 << 20)
+
+    launch = launchable(work).submit()
+    pids.wait_for("rank", 4)
+    frozen, other = join_as_guest(launch, 7), join_as_guest(launch, 8)
+    Path(f"{pids.path}-go").touch()
+    values, raised = outcome_of(other)
+    assert ([len(value) for value in values], raised) == ([8 << 20] * 4, None)
+    assert len(launch.result(60)) == 4
+    frozen.close()
+
+
+def test_an_outcome_that_cannot_be_sent_on_is_an_error_for_those_who_take_part_alone(launchable, pids):
+    class Lock:
+        def __reduce__(self):
+            return threading.Lock, ()
+
+    def work():
+        pids.write("rank")
+        deadline = time.monotonic() + 60
+        while not os.path.exists(f"{pids.path}-go") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return Lock()
+
+    launch = launchable(work).submit()
+    pids.wait_for("rank", 4)
+    guest = join_as_guest(launch, 7)
+    Path(f"{pids.path}-go").touch()
+    value, raised = outcome_of(guest)
+    assert value is None
+    assert isinstance(raised, ResultError)
+    assert "cannot be sent to the other nodes" in str(raised)
+    assert len(launch.result(60)) == 4
+
+
+def test_a_first_node_that_takes_long_to_look_at_itself_is_not_taken_for_lost(launchable, tmp_path):
+    # Node 0 is silent for three heartbeats between its greeting and its first word.
+    (tmp_path / "path-0").mkdir()
+    (tmp_path / "path-0" / "sitecustomize.py").write_text(
+        "import time\n"
+        "from importlib import metadata\n"
+        "def slow(name, version=metadata.version):\n"
+        "    if name == 'cloudpickle':\n"
+        "        time.sleep(3)\n"
+        "    return version(name)\n"
+        "metadata.version = slow\n"
+    )
+    options = {"heartbeat": 1.0, "environ": {"PYTHONPATH": f"{tmp_path}/path-{{node}}"}}
+    assert launchable(ranks, options).distributed() == [0, 1, 2, 3]
+
+
+def test_a_stranger_who_says_nothing_is_dropped_while_nobody_else_calls(launchable, monkeypatch):
+    monkeypatch.setattr("airdist.link._PROOF_SECONDS", 1.0)
+    launch = launchable(ranks, {"missing": [0]}).submit()
+    wait_until(lambda: launch._agents._waiting)
+    host, _, port = host_engine.STARTED[-1].command.addresses[-1].rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as stranger:
+        while stranger.recv(1 << 10):  # the door's greeting, then its end
+            pass
+    assert not launch.done()
+    launch.cancel()
+    assert isinstance(launch.exception(60), LaunchCancelledError)

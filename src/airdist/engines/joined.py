@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["JoinedEngine", "take_part"]
 
 _END_SECONDS = 10.0
+_TERMINATE_SECONDS = 30.0  # for an agent to end its ranks within their grace
 _calls = itertools.count()
 """Every node makes the same calls in the same order; the number of a call is what its launch is known by."""
 
@@ -94,7 +95,7 @@ class _Agent:
         return False
 
     def close(self, seconds: float) -> None:
-        """Wait for it, and end it."""
+        """Wait for it; then SIGTERM, by which it ends its ranks first, and at last SIGKILL end it."""
         _end(self._process, seconds)
 
 
@@ -111,12 +112,20 @@ def take_part(world: NodeWorld, settings: Settings) -> Any:
     where = [job, str(world.node), str(world.nodes), f"{world.address}:{world.port}", f"{seconds:g}"]
     agent = _start([sys.executable, *processes.program("airdist.arrival"), *where], secret, None)
     try:
-        return _outcome(home, secret, seconds, {"job": job, "guest": world.node})
-    finally:
-        _end(agent, _END_SECONDS)
+        value, raised = _outcome(home, secret, seconds, {"job": job, "guest": world.node})
+    except BaseException:
+        _end(agent, 0)
+        raise
+    _end(agent, _END_SECONDS)
+    if raised is not None:
+        raise raised
+    return value
 
 
-def _outcome(home: list[tuple[str, int]], secret: str, seconds: float, hello: Mapping[str, Any]) -> Any:
+def _outcome(
+    home: list[tuple[str, int]], secret: str, seconds: float, hello: Mapping[str, Any]
+) -> tuple[Any, BaseException | None]:
+    """What the launch returned, or raised."""
     try:
         channel = dial(home, secret, seconds=seconds)
     except LinkError as error:
@@ -129,9 +138,7 @@ def _outcome(home: list[tuple[str, int]], secret: str, seconds: float, hello: Ma
     if not messages:
         raise AgentDiedError("the process on node 0 is gone, and the ranks with it")
     value, raised = pickle.loads(messages[0]["data"])  # noqa: S301 - from a process that knows the secret
-    if raised is not None:
-        raise raised
-    return value
+    return value, raised
 
 
 def _start(argv: list[str], secret: str, log: Path | None) -> subprocess.Popen[bytes]:
@@ -147,8 +154,14 @@ def _start(argv: list[str], secret: str, log: Path | None) -> subprocess.Popen[b
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_TERMINATE_SECONDS)
+    finally:  # also when an interrupt cuts the waiting short
+        if process.poll() is None:
+            process.kill()
+            process.wait()

@@ -17,6 +17,7 @@ import selectors
 import sys
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["COMMON_OPTIONS", "AgentCommand", "Meeting", "RemoteAgents", "RemoteEngine", "Spawned"]
 
 _QUEUE_SECONDS = 24 * 3600.0
+_SHARE_SECONDS = 30.0  # without a guest taking anything, for all guests together
 
 
 class RemoteEngine(ABC):
@@ -98,6 +100,8 @@ class RemoteAgents:
         self._selector.register(self._door, selectors.EVENT_READ)
         self._channel: Channel | None = None
         self._pulse: Pulse | None = None
+        self._patience = 0.0
+        self._greeted = 0
         self._payload: Mirror | None = None
         self._host = ""
         self._leader_at: list[tuple[str, int]] = []
@@ -126,12 +130,11 @@ class RemoteAgents:
 
     def serve(self) -> None:
         """Answer agents that call, send the payload, and notice when nobody comes or nothing is heard any more."""
+        for channel in self._door.admit():  # at every turn: those who say nothing are dropped when their time is over
+            os.set_blocking(channel.fileno(), False)
+            self._selector.register(channel, selectors.EVENT_READ)
         for key, _ in self._selector.select(0):
-            if key.fileobj is self._door:
-                for channel in self._door.admit():
-                    os.set_blocking(channel.fileno(), False)
-                    self._selector.register(channel, selectors.EVENT_READ)
-            elif key.fileobj is not self._channel:
+            if key.fileobj is not self._door and key.fileobj is not self._channel:
                 self._hear(key.fileobj)  # type: ignore[arg-type]  # whatever else is registered is a channel
         if self._channel is None:
             self._check_start()
@@ -162,22 +165,26 @@ class RemoteAgents:
         return True
 
     def share(self, outcome: Callable[[], bytes]) -> None:
-        """Send the outcome to the processes that take part for other nodes."""
+        """Send the outcome to the processes that take part for other nodes; one that is gone or frozen misses it."""
         data = outcome() if self._guests else b""
+        deadline = time.monotonic() + _SHARE_SECONDS
         for guest in self._guests.values():
-            os.set_blocking(guest.fileno(), True)
-            guest.send("outcome", data=data)
+            with suppress(OSError):
+                guest.wait_at_most(max(1.0, deadline - time.monotonic()))
+                guest.send("outcome", data=data)
 
     def close(self, seconds: float) -> None:
         """End what the engine has started, and let nobody in any more."""
-        self._spawned.close(seconds)
-        for key in list(self._selector.get_map().values()):
-            if key.fileobj is not self._door:
-                key.fileobj.close()  # type: ignore[union-attr]  # a channel
-        if self._channel is not None:
-            self._channel.close()
-        self._selector.close()
-        self._door.close()
+        try:
+            self._spawned.close(seconds)
+        finally:
+            for key in list(self._selector.get_map().values()):
+                if key.fileobj is not self._door:
+                    key.fileobj.close()  # type: ignore[union-attr]  # a channel
+            if self._channel is not None:
+                self._channel.close()
+            self._selector.close()
+            self._door.close()
 
     def _hear(self, channel: Channel) -> None:
         messages = channel.receive()
@@ -197,8 +204,9 @@ class RemoteAgents:
             self._selector.unregister(channel)
             self._waiting = [other for other in self._waiting if other is not channel]
             channel.close()
-        for node, guest in self._guests.items():
+        for node, guest in list(self._guests.items()):
             if guest is channel:
+                del self._guests[node]
                 raise NodeLostError(f"the process that took part for node {node} is gone", node=node, host="")
 
     def _welcome(self, channel: Channel, hello: dict[str, Any]) -> None:
@@ -208,7 +216,9 @@ class RemoteAgents:
         # What this machine sees is the one address that is known to work, unless it is this machine itself.
         known = [(seen, port) for port in ports if not seen.startswith("127.")]
         self._leader_at = list(dict.fromkeys([*known, *((host, port) for host, port in hello["addresses"])]))
-        self._pulse = Pulse(channel, self._spec.heartbeat)
+        # It takes its orders and looks at its machine before it says more, so its silence is not judged until then.
+        self._greeted, self._patience = channel.heard, self._spec.start_timeout
+        self._pulse = Pulse(channel, self._patience)
         self._payload = Mirror(self._order.directory, channel)
         payload = self._order.directory / "payload.pkl"
         channel.send("spec", payload=payload.stat().st_size, **asdict(self._spec))
@@ -231,9 +241,12 @@ class RemoteAgents:
         channel.flush()
         if not channel.pending and channel in self._selector.get_map():
             self._selector.unregister(channel)  # all is sent; what it says is read by whoever has the channel
+        if channel.heard != self._greeted and self._patience != self._spec.heartbeat:
+            self._patience = self._spec.heartbeat
+            self._pulse = Pulse(channel, self._patience)
         if self._pulse.lost() and not channel.closed:
             raise AgentDiedError(
-                f"node 0 ({self._host}) has not been heard of for {self._spec.heartbeat:g} s; the other nodes end alone"
+                f"node 0 ({self._host}) has not been heard of for {self._patience:g} s; the other nodes end alone"
             )
 
     def _check_start(self) -> None:

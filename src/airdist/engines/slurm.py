@@ -205,10 +205,10 @@ class _Job:
         return False
 
     def close(self, seconds: float) -> None:
-        """Wait for the job to end, and cancel it if it does not."""
+        """Wait for the job to end, and cancel it if it is not known to have ended."""
         deadline = time.monotonic() + seconds
-        while (job := _job(self._id)) and job["JobState"] in _QUEUED | _RUNNING:
-            if time.monotonic() >= deadline or job["JobState"] in _QUEUED:
+        while (state := _job(self._id).get("JobState")) is None or state in _QUEUED | _RUNNING:
+            if time.monotonic() >= deadline or state in _QUEUED:
                 _ask("scancel", self._id)
                 return
             time.sleep(0.2)
