@@ -19,6 +19,7 @@ from hypothesis import settings
 
 # Deadlines fail on a busy machine, and say nothing about the code.
 settings.register_profile("airdata", deadline=None)
+settings.register_profile("thorough", deadline=None, max_examples=2000)  # pytest --hypothesis-profile thorough
 settings.load_profile("airdata")
 
 
