@@ -185,6 +185,18 @@ def test_data_is_fetched_once_per_node_and_a_checkpoint_of_four_ranks_is_publish
         )
         mine = ["/".join(path.split("/")[-2:]) for path in dataset]
         dist.barrier()
+        grouped = airdata.UCVolumeDataset(
+            f"s3://{bucket}",
+            storage_options={**options, "endpoint_url": endpoint},
+            shuffle=True,
+            shuffle_scope="group",
+            cache_dir=f"{root}/share-of-node-{os.environ['NODE_RANK']}",
+        )
+        shares = []
+        for epoch in range(2):
+            grouped.set_epoch(epoch)
+            shares.append([(int(os.environ["NODE_RANK"]), "/".join(path.split("/")[-2:])) for path in grouped])
+            dist.barrier()
         shard = torch.full((3,), float(dist.get_rank()))
         state = {"weight": DTensor.from_local(shard, init_device_mesh("cpu", (4,)), [Shard(0)])}
         dcp.save(state, storage_writer=airdata.UCVolumeWriter(checkpoint))
@@ -196,18 +208,21 @@ def test_data_is_fetched_once_per_node_and_a_checkpoint_of_four_ranks_is_publish
             dcp.load({"weight": weight}, storage_reader=airdata.UCVolumeReader(checkpoint), process_group=three)
             loaded = weight.full_tensor().tolist()
         dist.barrier()
-        return mine, loaded
+        return mine, shares, loaded
 
     try:
         results = place.launchable(work).distributed(str(tmp_path), proxy.url, str(tmp_path / "checkpoint"))
         fetched = [path for _, path, status in proxy.requests("GET", ".bin") if status in (200, 206)]
     finally:
         proxy.stop()
-    assert sorted(name for mine, _ in results for name in mine) == sorted(contents)
-    assert len(fetched) == len(contents)
+    assert sorted(name for mine, *_ in results for name in mine) == sorted(contents)
+    first, second = (sorted(pair for _, shares, _ in results for pair in shares[epoch]) for epoch in range(2))
+    assert first == second  # a file stays with its node
+    assert sorted(name for _, name in first) == sorted(contents)
+    assert len(fetched) == 2 * len(contents)  # once for all, and once by shares in two epochs
     assert len(list(tmp_path.glob("cache-of-node-*"))) == place.nodes
     whole = [float(rank) for rank in range(4) for _ in range(3)]
-    assert [loaded for _, loaded in results] == [whole, whole, whole, None]
+    assert [loaded for *_, loaded in results] == [whole, whole, whole, None]
     assert load_alone(tmp_path / "checkpoint") == whole
 
 
