@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from airdata.errors import TransferError
 from airdata.transport import FileInfo, check_ranges, check_version
-from airdata.transport.parts import size_on_disk
+from airdata.transport.parts import written_so_far
 from airdata.transport.patience import Wanted, within
 from airdata.transport.retry import DEFAULT_RETRY, Retry
 from airdata.volume import Volume, filesystem_type
@@ -79,7 +79,7 @@ class LocalTransport:
                         target.write(chunk)
                     return target.tell()
 
-        copied = self._call(f"reading {full}", copy, lambda: size_on_disk(destination))
+        copied = self._call(f"reading {full}", copy, lambda: written_so_far(destination))
         if version:  # a directory has no conditional read, but its times tell of a change before or during ours
             check_version(full, self.stat(path), version)
         return copied

@@ -28,10 +28,11 @@ from airdata.transport.clients import Clients
 from airdata.transport.drivers import OBJECT_STORES
 from airdata.transport.failures import Failure, classify, describe, is_throttled
 from airdata.transport.markers import files_among, names_folder
-from airdata.transport.parts import LARGE_BYTES, exactly, size_on_disk
+from airdata.transport.parts import LARGE_BYTES, exactly, written_so_far
 from airdata.transport.remote import FsspecTransport
 from airdata.transport.retry import DEFAULT_RETRY, Retry
 from airdata.transport.store_options import StorePlan, plan_store
+from airdata.transport.versions import condition, obstore_info
 from airdata.volume import Volume, safe_url
 
 __all__ = ["ObjectTransport"]
@@ -102,7 +103,10 @@ class ObjectTransport(FsspecTransport):
         if not self.lists:
             return super().stat(path)
         return self._fast(
-            "stat of", path, lambda s: _info(_obstore().head(s, path)), lambda: super(ObjectTransport, self).stat(path)
+            "stat of",
+            path,
+            lambda s: obstore_info(_obstore().head(s, path)),
+            lambda: super(ObjectTransport, self).stat(path),
         )
 
     def read(self, path: str) -> bytes:
@@ -133,7 +137,7 @@ class ObjectTransport(FsspecTransport):
                 raise
 
         while metas := self._retry.call(f"listing {self._name(prefix)}", page, again=self._count):
-            files = files_among(map(_info, metas), lambda path: self._empty_file(store, path), seen)
+            files = files_among(map(obstore_info, metas), lambda path: self._empty_file(store, path), seen)
             # Never the name of a marker: without its slash it lies before files that have been listed.
             last = files[-1].path if files else last
             yield files
@@ -141,7 +145,7 @@ class ObjectTransport(FsspecTransport):
     def _empty_file(self, store: Any, path: str) -> FileInfo | None:
         def look() -> FileInfo | None:
             answer = _obstore().get(store, path, options={"head": True})
-            return None if answer.meta["size"] or names_folder(answer.attributes) else _info(answer.meta)
+            return None if answer.meta["size"] or names_folder(answer.attributes) else obstore_info(answer.meta)
 
         try:
             return self._retry.call(f"stat of {self._name(path)}", look, again=self._count)
@@ -153,8 +157,8 @@ class ObjectTransport(FsspecTransport):
 
         def download(store: Any) -> int:
             nonlocal large
-            result = _obstore().get(store, path, options=_condition(version))
-            found = _info(result.meta)
+            result = _obstore().get(store, path, options=condition(version))
+            found = obstore_info(result.meta)
             if found.size >= LARGE_BYTES and self._scheme in OBJECT_STORES:
                 large = found  # nobody told its size; the rest of this answer is not waited for
                 return 0
@@ -169,22 +173,22 @@ class ObjectTransport(FsspecTransport):
         def general() -> int:
             return super(ObjectTransport, self)._get_stream(path, destination, version)
 
-        size = self._fast("reading", path, download, general, lambda: size_on_disk(destination))
+        size = self._fast("reading", path, download, general, lambda: written_so_far(destination))
         if large is None:
             return size
         return self._get_in_parts(path, destination, version or large.version, large.size)
 
     def _whole(self, path: str, version: str) -> bytes:
         def content(store: Any) -> bytes:
-            result = _obstore().get(store, path, options=_condition(version))
-            self._check_answer(path, _info(result.meta), version)
+            result = _obstore().get(store, path, options=condition(version))
+            self._check_answer(path, obstore_info(result.meta), version)
             return bytes(result.bytes())
 
         return self._fast("reading", path, content, lambda: super(ObjectTransport, self)._whole(path, version))
 
     def _part(self, path: str, part: tuple[int, int], version: str, moved: Callable[[], int]) -> Any:
         def read(store: Any) -> Any:
-            result = _obstore().get(store, path, options={**(_condition(version) or {}), "range": part})
+            result = _obstore().get(store, path, options={**(condition(version) or {}), "range": part})
             return exactly(result.bytes(), *part)
 
         return self._fast(
@@ -295,22 +299,3 @@ class ObjectTransport(FsspecTransport):
 
 def _obstore() -> Any:
     return importlib.import_module("obstore")
-
-
-def _info(meta: Mapping[str, Any]) -> FileInfo:
-    etag, generation = meta.get("e_tag"), meta.get("version")
-    if generation and str(generation).isdigit() and not etag:
-        version = f"generation:{generation}"
-    elif etag:
-        version = f"etag:{etag.strip(chr(34))}"
-    else:
-        version = f"mtime:{meta['last_modified'].timestamp():.6f}"
-    return FileInfo(str(meta["path"]), int(meta["size"]), version)
-
-
-def _condition(version: str) -> dict[str, Any] | None:
-    """What makes the store refuse to send another version."""
-    kind, _, token = version.partition(":")
-    if kind == "etag" and not token.startswith("W/"):  # a weak tag never matches (RFC 9110, section 13.1.1)
-        return {"if_match": f'"{token}"'}
-    return {"version": token} if kind == "generation" else None

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["LARGE_BYTES", "PART_BYTES", "exactly", "fetch_parts", "size_on_disk"]
+__all__ = ["LARGE_BYTES", "PART_BYTES", "exactly", "fetch_parts", "written_so_far"]
 
 # Measured against a store with 20 ms to the first byte and 40 MB/s for each connection: benchmarks/data/large_files.py.
 PART_BYTES = 8 << 20
@@ -86,7 +86,7 @@ def fetch_parts(destination: str | os.PathLike[str], size: int, read: ReadPart) 
     return size
 
 
-def size_on_disk(path: str | os.PathLike[str]) -> int:
+def written_so_far(path: str | os.PathLike[str]) -> int:
     """How much of a local file is there; 0 for none."""
     try:
         return os.stat(path).st_size

@@ -6,7 +6,6 @@ import importlib
 import os
 import posixpath
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
 from typing import Any, TypeVar
 
 from airdata.errors import SourceChangedError, TransferError, VolumeError
@@ -15,8 +14,9 @@ from airdata.transport.clients import Clients
 from airdata.transport.drivers import OBJECT_STORES, driver_options, extra_for, without_own_retries
 from airdata.transport.hedge import HEDGED_BYTES, Hedge
 from airdata.transport.markers import files_among
-from airdata.transport.parts import LARGE_BYTES, exactly, fetch_parts, size_on_disk
+from airdata.transport.parts import LARGE_BYTES, exactly, fetch_parts, written_so_far
 from airdata.transport.retry import DEFAULT_RETRY, Retry, describe
+from airdata.transport.versions import fsspec_info
 from airdata.volume import Volume, safe_url
 
 __all__ = ["FsspecTransport"]
@@ -52,7 +52,7 @@ class FsspecTransport:
                     continue
                 relative = filesystem._strip_protocol(name)[len(root) :].lstrip("/")  # noqa: SLF001 - fsspec's own verb
                 if relative:
-                    files.append(_info(relative, info))
+                    files.append(fsspec_info(relative, info))
             return files
 
         files = self._call("listing", prefix, find)
@@ -80,7 +80,7 @@ class FsspecTransport:
         info = self._call("stat of", path, lambda filesystem, full: filesystem.info(full))
         if info.get("type") == "directory":
             raise FileNotFoundError(f"{self._name(path)} is a folder")
-        return _info(path, info)
+        return fsspec_info(path, info)
 
     def get(self, path: str, destination: str | os.PathLike[str], version: str = "", size: int = -1) -> int:
         if size >= LARGE_BYTES and self._scheme in OBJECT_STORES:
@@ -182,7 +182,7 @@ class FsspecTransport:
         def download(filesystem: Any, full: str) -> None:
             filesystem.get_file(full, os.fspath(destination))
 
-        self._call("reading", path, download, lambda: size_on_disk(destination))
+        self._call("reading", path, download, lambda: written_so_far(destination))
         self._check_version(path, version)
         return os.path.getsize(destination)
 
@@ -223,26 +223,3 @@ class FsspecTransport:
 
     def _name(self, path: str) -> str:
         return safe_url(self.volume.join(path))
-
-
-def _info(path: str, info: dict[str, Any]) -> FileInfo:
-    size = info.get("size")
-    return FileInfo(path, -1 if size is None else int(size), _version(info))
-
-
-def _version(info: dict[str, Any]) -> str:
-    """What the store tells of a file's version: the strongest token it offers, tagged with its kind."""
-    for kind, keys in {
-        # Before the etag: that of Google's JSON API, which gcsfs speaks, is unknown to its XML API, which obstore does.
-        "generation": ("generation",),
-        "etag": ("ETag", "etag", "e_tag"),
-        "mtime": ("mtime", "LastModified", "last_modified", "updated", "created"),
-    }.items():
-        for key in keys:
-            value = info.get(key)
-            if value:
-                # A driver may tell the time as a number in one verb and as a date in another; a version is one string.
-                value = f"{value.timestamp():.6f}" if isinstance(value, datetime) else value
-                value = f"{value:.6f}" if isinstance(value, float) else value
-                return f"{kind}:{str(value).strip(chr(34))}"
-    return ""
