@@ -1,13 +1,11 @@
-"""From a load plan to reads: what one rank fetches, in which order, and how it is run.
+"""From a load plan to reads: what one rank fetches, and in which order.
 
 plan items ──cut()──► pieces and bands ──Wanted.of()──► byte ranges ──coalesce()──► jobs, by file and position
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -18,7 +16,7 @@ from airdata.checkpoint.integrity import IntegrityRecord, ItemRecord
 from airdata.checkpoint.ranges import coalesce
 from airdata.errors import CorruptCheckpointError
 
-__all__ = ["Job", "in_turn", "make_jobs", "run_jobs"]
+__all__ = ["Job", "in_turn", "make_jobs"]
 
 # A job is one read: with 8 threads, 256 MiB in flight.
 _JOB_BYTES = 32 << 20
@@ -112,27 +110,3 @@ def in_turn(jobs: Sequence[Job], place: int, ranks: int, threads: int) -> Sequen
         turn = len(part) * place // ranks
         ordered += [*part[turn:], *part[:turn]]
     return ordered
-
-
-def run_jobs(jobs: Sequence[Callable[[], None]], threads: int) -> None:
-    """Run all jobs in threads; the first failure stops those that have not begun, and is raised."""
-    failures: list[Exception] = []
-    stop = threading.Event()
-
-    def guarded(job: Callable[[], None]) -> None:
-        if stop.is_set():
-            return
-        try:
-            job()
-        except Exception as error:  # noqa: BLE001 - raised below, once every thread has ended
-            failures.append(error)
-            stop.set()
-
-    with ThreadPoolExecutor(threads, "airdata-load") as pool:
-        try:
-            list(pool.map(guarded, jobs))
-        except BaseException:
-            stop.set()
-            raise
-    if failures:
-        raise failures[0]

@@ -28,12 +28,13 @@ from torch.futures import Future
 from airdata.checkpoint import layout
 from airdata.checkpoint.decode import Wanted, deliver, direct_views
 from airdata.checkpoint.integrity import Bytes, IntegrityRecord
-from airdata.checkpoint.jobs import Job, in_turn, make_jobs, run_jobs
+from airdata.checkpoint.jobs import Job, in_turn, make_jobs
 from airdata.checkpoint.node import NodeFolder
 from airdata.checkpoint.place import OnVolume, check_positive
 from airdata.checkpoint.sharing import Share, SharedSource, offer, share_out
 from airdata.checkpoint.source import Source, open_source
 from airdata.checkpoint.verify import verify_files
+from airdata.checkpoint.workers import each
 from airdata.errors import CheckpointError, CorruptCheckpointError
 from airdata.transport import Transport, open_transport
 from airdata.transport.retry import describe
@@ -178,7 +179,7 @@ class UCVolumeReader(OnVolume, FileSystemReader):
 
     def _read(self, jobs: Sequence[Job], source: Source, planner: LoadPlanner) -> None:
         lock = threading.Lock()
-        run_jobs([partial(self._load, source, planner, lock, job) for job in jobs], self._threads)
+        each(partial(self._load, source, planner, lock), jobs, self._threads, "airdata-load", threading.Event())
 
     def _load(self, source: Source, planner: LoadPlanner, lock: threading.Lock, job: Job) -> None:
         """Read one group and hand its items over."""

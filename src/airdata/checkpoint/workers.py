@@ -1,4 +1,4 @@
-"""The threads of a save: those that share its files out among them, and the one behind training.
+"""The threads of checkpoints: those that share jobs out among them, and the one that saves behind training.
 
 jobs ──each()──► a few threads ──► results; the first failure stops the rest and is raised
 save ──begin()─► one thread ──► Future, which the end of the program waits for
