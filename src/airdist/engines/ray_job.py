@@ -12,16 +12,16 @@ import json
 import os
 import pickle
 import queue
-import select
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from airdist.engines import held
+from airdist.engines.held import hold
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,6 @@ __all__ = ["Order", "bundle_for", "fits", "main", "run_agent"]
 
 _PLACE_SECONDS = 1  # between two looks at the cluster while it has no room
 _END_SECONDS = 35.0  # for agents that were asked to end
-_POLL_SECONDS = 0.2
 _CONNECT_SECONDS = 15.0
 _TAIL_BYTES = 2000
 _SHARE_OF_TYPE = 0.001  # of the resource by which Ray marks nodes that have a type of accelerator
@@ -114,29 +113,7 @@ def run_agent(argv: Sequence[str], environ: Mapping[str, str], any_python: str |
         Its exit code, and the end of its output.
     """
     own = {name: value for name, value in os.environ.items() if name not in _WORKERS_OWN}
-    output: deque[int] = deque(maxlen=_TAIL_BYTES)
-    process = subprocess.Popen(
-        [sys.executable if part == any_python else part for part in argv],
-        env={**own, **environ},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        while True:
-            # Ray cancels by an interrupt that Python sees only between two of its instructions.
-            if select.select([process.stdout], [], [], _POLL_SECONDS)[0]:
-                data = os.read(process.stdout.fileno(), 1 << 12)
-                if not data:
-                    break
-                output.extend(data)
-    finally:
-        process.stdin.close()  # the tether
-        process.wait()
-        process.stdout.close()
-    return process.returncode, bytes(output).decode(errors="replace").strip()
+    return hold(argv, {**own, **environ}, any_python)
 
 
 def main() -> None:
@@ -181,7 +158,8 @@ class _Driver:
 
         order = self._order
         # The package may be another one on the nodes, or none until `runtime_env` has brought it.
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        for module in (sys.modules[__name__], held):
+            ray.cloudpickle.register_pickle_by_value(module)
         quiet = {} if "://" in order.address else {"log_to_driver": False, "logging_level": "ERROR"}
         try:
             _knock(order.address)

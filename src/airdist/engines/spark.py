@@ -21,7 +21,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from airdist.engines import spark_task
+from airdist.engines import held, spark_task
 from airdist.engines.remote import RemoteEngine
 from airdist.engines.tether import tethered
 from airdist.errors import LaunchError
@@ -108,7 +108,8 @@ class _Job:
     def _start(self) -> None:
         from pyspark import InheritableThread, cloudpickle  # noqa: PLC0415 - where a session is, it is imported
 
-        cloudpickle.register_pickle_by_value(spark_task)
+        for module in (spark_task, held):
+            cloudpickle.register_pickle_by_value(module)
         self._group = self._command.job if not self._attempt else f"{self._command.job}-{self._attempt}"
         self._state, self._words = "queued", "the job has not started yet"
         self._closing = threading.Event()
