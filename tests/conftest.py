@@ -33,10 +33,32 @@ def _own_directories(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
 
 
 @pytest.fixture(scope="session")
-def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def free_ports() -> Callable[[int], list[int]]:
+    """Ports for servers that must be told theirs: nothing listens on them, and nothing else will.
+
+    A port that the kernel chose, and that was given back, may serve the next connection of any process before its
+    server starts. These lie below those that the kernel chooses from (RFC 6056, on Linux from 32768), and no two
+    workers of a test run share one.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 16
+    ports = itertools.cycle(range(12000 + 1000 * worker, 13000 + 1000 * worker))
+    for _ in range(os.getpid() % 1000):  # other runs on this machine begin elsewhere
+        next(ports)
+
+    def free(port: int) -> bool:
+        try:
+            socket.create_server(("0.0.0.0", port)).close()
+        except OSError:
+            return False
+        return True
+
+    return lambda count: list(itertools.islice(filter(free, ports), count))
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(tmp_path_factory: pytest.TempPathFactory, free_ports: Callable[[int], list[int]]) -> Iterator[str]:
     """The address of a real S3 API server (moto) in a process of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     log = tmp_path_factory.mktemp("s3") / "server.log"
     environ = {**os.environ, "MOTO_PORT": str(port)}
     with log.open("wb") as output:
@@ -88,15 +110,14 @@ _AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K
 
 
 @pytest.fixture(scope="session")
-def azure_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def azure_endpoint(tmp_path_factory: pytest.TempPathFactory, free_ports: Callable[[int], list[int]]) -> Iterator[str]:
     """The address of a real Azure Blob API server (Azurite) in a process of its own."""
     if shutil.which("node") is None:
         pytest.skip("Azurite needs node, which is not installed")
     if not _AZURITE.exists():
         pytest.skip("Azurite is not installed: npm install --prefix .servers azurite@3.35.0")
     pytest.importorskip("adlfs")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     log = tmp_path_factory.mktemp("azure") / "server.log"
     place = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence"]
     quiet = ["--skipApiVersionCheck", "--disableTelemetry", "--silent"]

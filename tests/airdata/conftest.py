@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -121,12 +120,11 @@ def finish() -> Callable[[subprocess.Popen[str]], str]:
 
 
 @pytest.fixture
-def ranks(program, finish) -> Callable[..., list[str]]:
+def ranks(program, finish, free_ports) -> Callable[..., list[str]]:
     """Run a program as the ranks of a job, as a launcher does; what each printed."""
 
     def run(code: str, world: int, *arguments: object) -> list[str]:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        (port,) = free_ports(1)
         launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         processes = [program(code, *arguments, RANK=r, LOCAL_RANK=r, **launch) for r in range(world)]
         return [finish(process) for process in processes]

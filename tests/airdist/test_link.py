@@ -130,17 +130,15 @@ def test_who_dials_takes_no_orders_from_one_who_does_not_know_the_secret():
         thread.join()
 
 
-def test_every_address_is_tried_until_one_answers(porter):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        dead = probe.getsockname()[1]
+def test_every_address_is_tried_until_one_answers(porter, free_ports):
+    (dead,) = free_ports(1)
     assert dial([("127.0.0.1", dead), ("127.0.0.1", porter.door.port)], SECRET, seconds=30)
     with pytest.raises(LinkError, match=rf"no answer within 0.1 s \(127.0.0.1:{dead}: .*refused"):
         dial([("127.0.0.1", dead)], SECRET, seconds=0.1)
 
 
-def test_who_dials_waits_for_a_door_that_opens_later():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+def test_who_dials_waits_for_a_door_that_opens_later(free_ports):
+    (port,) = free_ports(1)
     found = []
     thread = threading.Thread(target=lambda: found.append(dial([("127.0.0.1", port)], SECRET, seconds=60)))
     thread.start()

@@ -442,12 +442,11 @@ def test_databricks_runs_have_a_page_in_their_workspace():
 
 
 @pytest.mark.slow
-def test_a_tracking_server_works_the_same_and_its_page_opens(tmp_path, monkeypatch):
+def test_a_tracking_server_works_the_same_and_its_page_opens(tmp_path, monkeypatch, free_ports):
     import time
     import urllib.request
 
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     database = f"sqlite:///{tmp_path}/mlflow.db"
     command = [
         sys.executable,

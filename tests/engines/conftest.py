@@ -69,12 +69,15 @@ def host_place(cpu_only) -> Place:
 
 
 @pytest.fixture(scope="session")
-def slurm(tmp_path_factory) -> Iterator[slurm_cluster.SlurmCluster]:
+def slurm(tmp_path_factory, free_ports) -> Iterator[slurm_cluster.SlurmCluster]:
     if lacking := slurm_cluster.missing():
         pytest.skip(lacking)
-    cluster = slurm_cluster.SlurmCluster(tmp_path_factory.mktemp("slurm"))
-    yield cluster
-    cluster.stop()
+    cluster = slurm_cluster.SlurmCluster(tmp_path_factory.mktemp("slurm"), free_ports(3))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
 
 
 @pytest.fixture

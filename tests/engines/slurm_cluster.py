@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
@@ -58,12 +59,11 @@ def missing() -> str:
 
 
 class SlurmCluster:
-    """Started by construction, ended by `stop`."""
+    """Begun by `start`, ended by `stop` however far it came."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ports: Sequence[int]) -> None:
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
-        ports = free_ports(3)
         (folder / "state").mkdir()
         key = folder / "munge.key"
         key.write_bytes(os.urandom(1024))
@@ -75,8 +75,11 @@ class SlurmCluster:
             CONFIGURATION.format(host=host, folder=folder, controller=ports[0], first=ports[1], second=ports[2])
         )
         self.environ = {"SLURM_CONF": str(self.configuration)}
+
+    def start(self) -> None:
+        folder = self.folder
         self._start(
-            *("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"),
+            *("munged", "--foreground", "--force", f"--key-file={folder}/munge.key", f"--socket={folder}/munge.socket"),
             *(f"--pid-file={folder}/munge.pid", f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed"),
         )
         self._until((folder / "munge.socket").exists, "munged")
@@ -121,15 +124,6 @@ class SlurmCluster:
         while not condition():
             assert time.monotonic() < deadline, f"{what} did not come up\n{self.logs()}"
             time.sleep(0.1)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on now. Slurm must be told its ports, and is told those."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def _path() -> str:

@@ -9,7 +9,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import slurm_cluster
 
 from airdist import LaunchError, distributed
 from airdist.attach import NodeWorld, RankWorld, node_world, outer_world
@@ -62,11 +61,11 @@ def every(offset):
 
 
 @pytest.fixture
-def nodes(tmp_path, cpu_only):
+def nodes(tmp_path, cpu_only, free_ports):
     """Run a program once for each of two nodes, as a JobSet would, and return what each printed."""
 
     def run(command, **environ):
-        (port,) = slurm_cluster.free_ports(1)
+        (port,) = free_ports(1)
         given = {**NODE_0, "MASTER_PORT": str(port), "AIRDIST_SECRET": "5" * 64, **environ}
         processes = [
             subprocess.Popen(
@@ -242,7 +241,7 @@ def test_a_launch_in_the_background_is_refused_where_processes_exist_already(mon
         distributed(abs).submit(1)
 
 
-def test_an_interrupt_on_another_node_lets_ranks_everywhere_clean_up(cpu_only, tmp_path, pids):
+def test_an_interrupt_on_another_node_lets_ranks_everywhere_clean_up(cpu_only, tmp_path, pids, free_ports):
     script = tmp_path / "interrupted.py"
     script.write_text(
         textwrap.dedent(f"""
@@ -264,7 +263,7 @@ def test_an_interrupt_on_another_node_lets_ranks_everywhere_clean_up(cpu_only, t
         train.distributed()
         """)
     )
-    (port,) = slurm_cluster.free_ports(1)
+    (port,) = free_ports(1)
     given = {**os.environ, **NODE_0, "MASTER_PORT": str(port), "AIRDIST_SECRET": "5" * 64}
     first, other = (
         subprocess.Popen(

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -57,9 +56,8 @@ def test_a_batch_script_of_slurm_trains_on_two_nodes(slurm, folder, script, argu
 
 
 @pytest.mark.slow
-def test_the_program_trains_under_torchrun(folder):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+def test_the_program_trains_under_torchrun(folder, free_ports):
+    (port,) = free_ports(1)
     done = subprocess.run(
         ["bash", "torchrun.sh", "--steps", "3"],
         env={**os.environ, "PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
