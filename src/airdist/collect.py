@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ def collect(ended: Mapping[str, Any], directory: RunDirectory, *, timeout: float
     for rank in ended["ranks"]:
         _sort_out(rank, directory, attempt, results, failures)
     reason = ended["reason"]
+    if reason == "terminated":  # ranks that heard of it before their agent did have not failed
+        failures = [failure for failure in failures if getattr(failure.error, "signal", None) != signal.SIGTERM]
     if reason in {"refused", "absent"}:
         raise _not_started(ended)
     if reason == "timeout":

@@ -7,6 +7,7 @@ To the caller it says `started`, `log`, `file`, `nodes`, `restarting`, `beat` an
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Leader"]
 
 _SETTLE_SECONDS = 0.25  # peers of a failed rank that are about to fail by themselves get to say so
+_TAKEN_SECONDS = 2.0  # between the ends of a rank and of its agent, when both were asked
 _FINISH_SECONDS = 600.0  # to run exit handlers once every value has been delivered: the last save may be under way
 _FAILURE_GRACE_SECONDS = 2.0  # peers of a failed rank are most likely stuck in a collective
 _STOP_GRACE_SECONDS = 10.0
@@ -115,6 +117,9 @@ class Leader(Supervisor):
     def _failed(self) -> bool:
         return any(rank.failed for rank in self._ranks())
 
+    def _taken(self) -> bool:
+        return self._stop == "terminated"
+
     def _delivered(self) -> bool:
         return all(rank.outcome == "value" for rank in self._ranks())
 
@@ -163,6 +168,11 @@ class Leader(Supervisor):
         elif self._failed():
             reason, grace = "failed", _FAILURE_GRACE_SECONDS
             self._pump(lambda: self._stop or self._settled(), _SETTLE_SECONDS)
+            if self._mirror is not None and any(rank.returncode == -signal.SIGTERM for rank in self._ranks()):
+                # A scheduler that takes a node away asks all its processes to end, in no order.
+                self._pump(lambda: self._stop or self._peers.lost, _TAKEN_SECONDS)
+            if self._taken():
+                reason, grace = "terminated", _STOP_GRACE_SECONDS
         elif self._delivered():
             reason = "finished"
         else:

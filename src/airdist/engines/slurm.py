@@ -195,11 +195,14 @@ class _Job:
         deadline = time.monotonic() + _REQUEUE_SECONDS
         while time.monotonic() < deadline:
             job = _job(self._id)
-            restarts = int(job.get("Restarts", 0))
-            if restarts > self._restarts:
+            restarts, state = int(job.get("Restarts", 0)), job.get("JobState", "unknown")
+            # A job that was requeued shows for a moment how the processes end that were taken away: COMPLETING, FAILED.
+            if restarts > self._restarts and state in (_QUEUED | _RUNNING) - {"COMPLETING"}:
                 self._restarts, self._state = restarts, "queued"
                 return True
-            if job and job["JobState"] not in _QUEUED | _RUNNING and job["JobState"] != "PREEMPTED":
+            if job and restarts == self._restarts and state not in _QUEUED | _RUNNING | {"PREEMPTED"}:
+                return False
+            if state == "CANCELLED":
                 return False
             time.sleep(0.2)
         return False
