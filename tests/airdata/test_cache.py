@@ -385,11 +385,9 @@ def test_an_old_version_that_is_read_stays(tmp_path, make_files, directory) -> N
 def test_what_was_not_read_for_weeks_makes_room_and_the_rest_stays(tmp_path, make_files, directory) -> None:
     transport, files, size = volume_of(tmp_path, make_files, "window")
     fill(VolumeCache(directory, max_bytes=size, min_free_bytes=0), transport, files)
-    long_ago = (Path(directory).stat().st_mtime_ns - 30 * 24 * 3600 * 10**9,) * 2
-    for folder, _, names in os.walk(directory / "files"):
-        for name in names:
-            if name == os.path.basename(files[0].path):
-                os.utime(os.path.join(folder, name), ns=long_ago)
+    long_ago = Path(directory).stat().st_mtime_ns - 30 * 24 * 3600 * 10**9
+    for path in (directory / "files").rglob(os.path.basename(files[0].path)):
+        os.utime(path, ns=(long_ago, path.stat().st_mtime_ns))
     cache = VolumeCache(directory, max_bytes=size, min_free_bytes=0)
     assert [cache.find(transport, file) is not None for file in files] == [False, True, True, True]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from airdata.cache.names import DIGEST, entry_name, generation_name, lock_bytes, safe_tail
+from airdata.cache.names import DIGEST, EntryName, entry_name, generation_name, lock_bytes, safe_tail
 from airdata.cache.root import Layout
 from airdata.transport import FileInfo
 
@@ -101,12 +101,19 @@ def test_size_version_path_and_source_each_make_another_entry() -> None:
     assert all(DIGEST.fullmatch(name) for name in names)
 
 
-def test_keys_that_differ_only_in_case_or_normal_form_never_share_a_folder() -> None:
+def test_keys_that_differ_only_in_case_or_normal_form_have_stamps_and_folders_of_their_own() -> None:
     layout = Layout("/root")
     generation = generation_name("s3://a")
     paths = ["A/x.jpg", "a/x.jpg", "\u00e9.jpg", "e\u0301.jpg", "a", "a/x.jpg/b"]
-    folders = {layout.entry(entry_name(generation, FileInfo(p, 1))).split("/")[5].lower() for p in paths}
-    assert len(folders) == len(paths)
+    names = [entry_name(generation, FileInfo(path, 1)) for path in paths]
+    assert len({layout.other(name).split("/")[5].lower() for name in names}) == len(paths)
+    assert len({name.stamp for name in names}) == len(paths)
+
+
+def test_a_stamp_is_a_time_that_every_disk_can_hold() -> None:
+    years = {EntryName("", digit * 32, "x").stamp / 1e9 / 86400 / 365 for digit in "0f"}
+    assert min(years) >= 0
+    assert max(years) < 60
 
 
 @given(digest=st.text("0123456789abcdef", min_size=32, max_size=32))

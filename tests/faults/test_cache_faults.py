@@ -359,9 +359,10 @@ def test_what_dead_processes_and_broken_disks_leave_is_swept_or_replaced(transpo
     Path(layout.part(names[0])).write_bytes(b"x" * 5_000_000)
     Path(layout.parts, "not-ours.part").write_bytes(b"x")
     for name, leftover in ((names[1], b""), (names[2], b"truncated"), (names[3], b"x" * files[3].size * 2)):
-        entry = Path(layout.entry(name))
-        entry.parent.mkdir(parents=True)
+        entry = Path(layout.first(name))
+        entry.parent.mkdir(parents=True, exist_ok=True)
         entry.write_bytes(leftover)
+        os.utime(entry, ns=(name.stamp, name.stamp))  # as a power cut leaves it
     passing = Path(layout.passing(names[5]))
     passing.parent.mkdir(parents=True)
     passing.write_bytes(b"left by a dead reader")
@@ -470,7 +471,7 @@ def test_a_disk_without_a_free_byte(tmpfs, transport, files, contents, caplog) -
 
 
 def test_a_disk_without_inodes(tmpfs, transport, files, contents) -> None:
-    cache = VolumeCache(tmpfs("size=10m,nr_inodes=60") / "cache", min_free_bytes=0)
+    cache = VolumeCache(tmpfs("size=10m,nr_inodes=32") / "cache", min_free_bytes=0)
     for _epoch in range(2):
         for file in files:
             with cache.open(transport, file) as lease:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from airdata.cache.names import DIGEST
+from airdata.cache.names import DIGEST, FIRST
 
 __all__ = ["dead_entries"]
 
@@ -21,40 +21,45 @@ _UNREAD_SECONDS = 14 * 24 * 3600.0
 
 
 class _Entry(NamedTuple):
-    folder: str  # named by the digest, so one version of one file
+    place: str  # what to remove: the file in its first place, or the folder that its digest names
     tail: str  # the file's path
-    written: float
+    came: float
     read: float
 
 
 def dead_entries(source: str, now: float) -> list[str]:
-    """The folders of the entries that a later version of the same file has replaced, or that were not read for weeks.
+    """The entries that a later version of the same file has replaced, or that were not read for weeks.
 
     Args:
-        source: the folder of a source; see :mod:`airdata.cache.names`. Every file is looked at: 25 µs each.
+        source: the folder of a source; see :mod:`airdata.cache.names`. Every file is looked at: up to 25 µs each.
         now: seconds since the epoch.
     """
     newest: dict[str, float] = {}
     entries = list(_entries(source))
     for entry in entries:
-        newest[entry.tail] = max(entry.written, newest.get(entry.tail, 0.0))
-    return [
-        entry.folder
-        for entry in entries
-        if entry.written < newest[entry.tail] or max(entry.read, entry.written) < now - _UNREAD_SECONDS
-    ]
+        newest[entry.tail] = max(entry.came, newest.get(entry.tail, 0.0))
+    return [entry.place for entry in entries if entry.came < newest[entry.tail] or entry.read < now - _UNREAD_SECONDS]
 
 
 def _entries(source: str) -> Iterator[_Entry]:
+    first = os.path.join(source, FIRST)
+    for path, came, read in _files(first):
+        yield _Entry(path, path[len(first) :], came, read)
     for part in _scan(source):
         for entry in _scan(part.path) if part.is_dir(follow_symlinks=False) else ():
             if DIGEST.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                for folder, _, names in os.walk(entry.path):
-                    for name in names:
-                        path = os.path.join(folder, name)
-                        with contextlib.suppress(OSError):
-                            status = os.lstat(path)
-                            yield _Entry(entry.path, path[len(entry.path) :], status.st_mtime, status.st_atime)
+                for path, came, read in _files(entry.path):
+                    yield _Entry(entry.path, path[len(entry.path) :], came, read)
+
+
+def _files(top: str) -> Iterator[tuple[str, float, float]]:
+    """Files below a folder, when they came (the modification time says something else), and when they were read."""
+    for folder, _, names in os.walk(top):
+        for name in names:
+            path = os.path.join(folder, name)
+            with contextlib.suppress(OSError):
+                status = os.lstat(path)
+                yield path, status.st_ctime, status.st_atime
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:

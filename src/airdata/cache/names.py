@@ -1,14 +1,19 @@
 """How the files of any volume are named on local disk.
 
-    <root>/files/<generation>/<ab>/<digest>/<tail>
-                  │             │    │        └ the path in the volume, so that folder names stay labels and suffixes
-                  │             │    │          reach decoders; only a component no disk would take is replaced
-                  │             │    └ hash of source, path, size and version: a changed source is another entry
-                  │             └ its first two digits, so that no folder grows too long to search
+    <root>/files/<generation>/first/<tail>
+                  │                  └ the path in the volume, so that folder names stay labels and suffixes reach
+                  │                    decoders; only a component no disk would take is replaced
                   └ hash of the source
 
-Every name that comes from outside lies below its own digest. So two paths that a case-insensitive or normalising disk
-takes for one cannot meet, nor can an object ``a`` and an object ``a/b``; and no name leads outside the root.
+    <root>/files/<generation>/<ab>/<digest>/<tail>
+                               │    └ hash of source, path, size and version
+                               └ its first two digits, so that no folder grows too long to search
+
+The first version of a file that comes lies in the folders of the volume: folders of its own would cost each file two
+more inodes and 8 KB of disk. Which version it is says its modification time, which is a part of the digest; a file that
+somebody has written to since is nobody's version. Whatever finds its first place taken lies below its own digest:
+another version, a path that a case-insensitive or normalising disk takes for the same, an object ``a/b`` next to an
+object ``a``. No name leads outside the root.
 """
 
 from __future__ import annotations
@@ -20,8 +25,9 @@ from typing import NamedTuple
 
 from airdata.transport import FileInfo
 
-__all__ = ["DIGEST", "EntryName", "entry_name", "generation_name", "lock_bytes", "safe_tail"]
+__all__ = ["DIGEST", "FIRST", "EntryName", "entry_name", "generation_name", "lock_bytes", "safe_tail"]
 
+FIRST = "first"
 DIGEST = re.compile(r"[0-9a-f]{32}")
 
 _LONGEST_COMPONENT = 255
@@ -46,6 +52,11 @@ class EntryName(NamedTuple):
     generation: str
     digest: str
     tail: str
+
+    @property
+    def stamp(self) -> int:
+        """The modification time of this version in its first place, in ns since the epoch: 56 bits of the digest."""
+        return int(self.digest[:14], 16)
 
 
 def generation_name(url: str) -> str:

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from airdata.cache.names import EntryName
+from airdata.cache.names import FIRST, EntryName
 from airdata.errors import AirdataError
 from airdata.volume import filesystem_type, is_network_filesystem
 
@@ -95,8 +95,12 @@ class Layout:
         """What is being removed."""
         return os.path.join(self.root, "trash")
 
-    def entry(self, name: EntryName) -> str:
-        """Where an entry that stays lies."""
+    def first(self, name: EntryName) -> str:
+        """Where an entry that stays lies, if no other one took the place before it."""
+        return f"{self.root}/files/{name.generation}/{FIRST}/{name.tail}"
+
+    def other(self, name: EntryName) -> str:
+        """Where it lies otherwise."""
         return f"{self.root}/files/{name.generation}/{name.digest[:2]}/{name.digest}/{name.tail}"
 
     def passing(self, name: EntryName) -> str:

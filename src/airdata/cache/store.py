@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from airdata.cache.catalogue import Catalogue
 from airdata.cache.download import download, grows, size_on_disk
+from airdata.cache.landing import move, settle_down
 from airdata.cache.lease import CachedFile
 from airdata.cache.locks import LockFile, locks_exclude, wait_for
 from airdata.cache.names import EntryName, entry_name, generation_name, lock_bytes
@@ -134,8 +135,8 @@ class Store:
         source = self._source(transport)
         if not self._locks.share(source.lease):
             return None
-        path = self.layout.entry(entry_name(source.generation, file, self._longest_name))
-        if size_on_disk(path) == file.size:
+        path = self._here(entry_name(source.generation, file, self._longest_name), file)
+        if path is not None:
             return self._staying(path, file, source, hit=True)
         self._locks.release(source.lease)
         return None
@@ -147,16 +148,15 @@ class Store:
     def _open(self, transport: Transport, file: FileInfo) -> CachedFile:
         source = self._source(transport)
         name = entry_name(source.generation, file, self._longest_name)
-        path = self.layout.entry(name)
         self._share(source.lease)
         try:
-            if size_on_disk(path) == file.size:
+            if (path := self._here(name, file)) is not None:
                 return self._staying(path, file, source, hit=True)
             with self._flight(name, file):
-                if size_on_disk(path) == file.size:
+                if (path := self._here(name, file)) is not None:
                     return self._staying(path, file, source, hit=True)
                 if self._admit(file.size, source.generation):
-                    self._fetch_to_stay(transport, file, name, path)
+                    path = self._fetch_to_stay(transport, file, name)
                     return self._staying(path, file, source, hit=False)
                 passing = self._pass_through(transport, file, name)
         except BaseException:
@@ -241,11 +241,25 @@ class Store:
         self._no_room_until = now + _REST_SECONDS
         return False
 
-    def _fetch_to_stay(self, transport: Transport, file: FileInfo, name: EntryName, path: str) -> None:
+    def _here(self, name: EntryName, file: FileInfo) -> str | None:
+        """Where this version of a file lies, whole; None if it does not."""
+        path = self.layout.first(name)
+        try:
+            status = os.stat(path)
+        except OSError:
+            pass
+        else:
+            if status.st_mtime_ns == name.stamp and status.st_size == file.size:
+                return path
+        path = self.layout.other(name)
+        return path if size_on_disk(path) == file.size else None
+
+    def _fetch_to_stay(self, transport: Transport, file: FileInfo, name: EntryName) -> str:
         stays = False
         try:
-            self._fetch(transport, file, self.layout.part(name), path)
+            path = self._fetch(transport, file, name, lambda part: settle_down(part, name, self.layout))
             stays = True
+            return path
         finally:
             self._usage.settle(file.size, stays=stays)
 
@@ -255,26 +269,32 @@ class Store:
         try:
             hit = size_on_disk(path) == file.size
             if not hit:
-                self._fetch(transport, file, self.layout.part(name), path)
+                self._fetch(transport, file, name, lambda part: move(part, path))
         except BaseException:
             self._end_passing(name)
             raise
         return CachedFile(path, file.size, hit, partial(self._end_passing, name))
 
     def _make_part(self, part: str) -> None:
-        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            os.close(os.open(part, flags, 0o600))
+        except FileExistsError:
+            # Of a process that died; never written to, since it may be another name of an entry by now.
+            os.unlink(part)
+            os.close(os.open(part, flags, 0o600))
         if not self._locks.is_current():
             raise FileNotFoundError(errno.ENOENT, "the cache directory was removed", self.layout.root)
 
-    def _fetch(self, transport: Transport, file: FileInfo, part: str, path: str) -> None:
-        """Download to ``part``, check it, and make it visible as ``path`` in one act."""
+    def _fetch(self, transport: Transport, file: FileInfo, name: EntryName, publish: Callable[[str], str]) -> str:
+        """Download, check, and make visible in one act; where it lies."""
+        part = self.layout.part(name)
         try:
             # Here, so that what is wrong with the disk shows before the source is asked.
             self._make_part(part)
             download(transport, file, part)
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             # No fsync: after a power cut the entry may be short, and the size is checked at every hit.
-            os.replace(part, path)
+            return publish(part)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(part)

@@ -148,8 +148,9 @@ class Upkeep:
                 return 0
             with contextlib.suppress(OSError):
                 os.mkdir(trash, 0o700)
-                for folder in dead_entries(os.path.join(self._layout.files, generation), time.time()):
-                    os.rename(folder, os.path.join(trash, os.path.basename(folder)))
+                dead = dead_entries(os.path.join(self._layout.files, generation), time.time())
+                for number, place in enumerate(dead):
+                    os.rename(place, os.path.join(trash, str(number)))
         freed = remove_tree(trash)
         self._usage.removed(freed)
         return freed

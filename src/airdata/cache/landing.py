@@ -1,0 +1,53 @@
+"""How a download becomes an entry: in one act, over nothing that somebody may be reading."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+from airdata.cache.names import EntryName
+from airdata.cache.root import Layout
+
+__all__ = ["move", "settle_down"]
+
+
+def settle_down(part: str, name: EntryName, layout: Layout) -> str:
+    """Make a complete download an entry that stays, in its first place if that is free; return where it lies.
+
+    To be called by the holder of the entry's lock.
+
+    Raises:
+        OSError: the disk takes it in no place.
+    """
+    os.utime(part, ns=(time.time_ns(), name.stamp))
+    first = layout.first(name)
+    if os.stat(part).st_mtime_ns == name.stamp:  # else this disk keeps no time that exact
+        try:
+            _link(part, first)
+        except OSError:
+            # Taken, or no place for a file, or a disk without links. What has our stamp is ours alone, and broken.
+            with contextlib.suppress(OSError):
+                if os.stat(first).st_mtime_ns == name.stamp:
+                    os.replace(part, first)
+                    return first
+        else:
+            os.unlink(part)
+            return first
+    return move(part, layout.other(name))
+
+
+def move(part: str, path: str) -> str:
+    """Make a download visible under a path that belongs to this version of the file alone."""
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    os.replace(part, path)
+    return path
+
+
+def _link(part: str, path: str) -> None:
+    """Unlike a rename, a link replaces nothing: two versions of a file may arrive at once."""
+    try:
+        os.link(part, path)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        os.link(part, path)
