@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
-import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,8 +29,6 @@ from airdata.volume import Volume
 
 BATCH = 32
 PREFETCH_FACTOR = 4
-# What airdata has in flight by default, and so the ceiling.
-IN_FLIGHT = 64
 
 
 class Cost(NamedTuple):
@@ -148,10 +145,7 @@ def airdata_loader(bucket: Bucket, **options: Any) -> airdata.DataLoader:
 
 def with_airdata(bucket: Bucket) -> Cost:
     """A cold epoch: the cache is empty, and fills."""
-    directory = bucket.new_directory()
-    found = cost(airdata_loader(bucket, cache_dir=directory), bucket.files)
-    shutil.rmtree(directory)
-    return found
+    return cost(airdata_loader(bucket, cache_dir=bucket.new_directory()), bucket.files)
 
 
 def with_bare_loop(bucket: Bucket) -> Cost:
@@ -167,7 +161,8 @@ def with_bare_loop(bucket: Bucket) -> Cost:
             transport.get(file.path, path, file.version)
             return read(path)
 
-        with ThreadPoolExecutor(IN_FLIGHT // bucket.workers) as threads:
+        # What airdata has in flight by default.
+        with ThreadPoolExecutor(max(64 // bucket.workers, 32)) as threads:
             for _ in threads.map(one, share):
                 pass
 
@@ -181,6 +176,4 @@ def with_bare_loop(bucket: Bucket) -> Cost:
     for member in members:
         member.join()
         assert member.exitcode == 0
-    found = Cost(time.perf_counter() - start, _cpu(None) - cpu, bucket.files)
-    shutil.rmtree(directory)
-    return found
+    return Cost(time.perf_counter() - start, _cpu(None) - cpu, bucket.files)

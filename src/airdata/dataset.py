@@ -59,8 +59,8 @@ class UCVolumeDataset(Source):
         cache_bytes: its limit, in bytes.
         min_free_bytes: what the cache leaves free on its disk, in bytes.
         cache: a :class:`airdata.VolumeCache` in place of the three above, or False for none.
-        prefetch: files fetched at the same time, by all processes of a node together; up to four times as many wait to
-            be delivered.
+        prefetch: files fetched at the same time, at most, by all processes of a node together; up to four times as many
+            wait to be delivered. By default 64, or 32 for each process where that is more.
         prefetch_bytes: most bytes that wait, likewise.
         yields: ``"path"``, ``"bytes"``, or ``"file"`` for a :class:`VolumeFile`.
         storage_options: arguments of the fsspec driver.
@@ -98,7 +98,7 @@ class UCVolumeDataset(Source):
         cache_bytes: int | None = None,
         min_free_bytes: int | None = None,
         cache: VolumeCache | bool | None = None,
-        prefetch: int = 64,
+        prefetch: int | None = None,
         prefetch_bytes: int = 512 << 20,
         yields: Yields = "path",
         storage_options: Mapping[str, Any] | None = None,
@@ -116,7 +116,7 @@ class UCVolumeDataset(Source):
             raise ValueError(
                 f'on_error="skip" gives ranks different numbers of samples, so uneven={uneven!r} cannot hold'
             )
-        if prefetch < 1 or prefetch_bytes < 1:
+        if (prefetch is not None and prefetch < 1) or prefetch_bytes < 1:
             raise ValueError(f"prefetch={prefetch} and prefetch_bytes={prefetch_bytes} must be positive")
         if groups is not None and (groups < 1 or shuffle_scope != "group"):
             raise ValueError(f'groups={groups} must be positive, and needs shuffle_scope="group"')

@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 OnError = Literal["raise", "replace", "skip"]
 _SUBSTITUTES = 16
+# Of files: a process can do with 50 what a store at 50 ms brings; on nodes of many processes each needs its own.
+_PREFETCH_NODE, _PREFETCH_PROCESS = 64, 32
 # Seconds without a byte after which a fetch is given up.
 STALL_SECONDS = 300.0
 
@@ -39,9 +41,15 @@ class Reading:
     seed: int
     on_error: OnError
     max_bad_files: int
-    prefetch: int
+    prefetch: int | None
     prefetch_bytes: int
     yields: Yields
+
+    def fetches(self, sharers: int) -> int:
+        """Files that one of so many processes of a node may fetch at once."""
+        if self.prefetch is None:
+            return max(_PREFETCH_NODE // sharers, _PREFETCH_PROCESS)
+        return max(1, self.prefetch // sharers)
 
 
 class Reader:
@@ -146,7 +154,7 @@ class Reader:
             plan,
             self._files.open,
             # The budget is the node's, since it is the source and the network that would be overrun.
-            max_files=max(1, self._reading.prefetch // sharers),
+            max_files=self._reading.fetches(sharers),
             max_bytes=max(1, self._reading.prefetch_bytes // sharers),
             timeout=STALL_SECONDS,
             find=self._files.find,

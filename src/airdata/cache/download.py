@@ -20,19 +20,24 @@ def download(transport: Transport, file: FileInfo, part: str) -> None:
         SourceChangedError: it is gone, or has another length.
         TransferError: it could not be read.
     """
-    source = safe_url(transport.volume.join(file.path))
     try:
         transport.get(file.path, part, file.version, file.size)
     except FileNotFoundError as error:
         if not os.path.exists(part):
             raise  # it was our side that vanished
-        raise SourceChangedError(f"{source}: it was listed with {file.size} bytes and is gone") from error
+        raise SourceChangedError(
+            f"{_name(transport, file)}: it was listed with {file.size} bytes and is gone"
+        ) from error
     size = os.stat(part).st_size
     if size != file.size:
         raise SourceChangedError(
-            f"{source}: it was listed with {file.size} bytes and {size} came. The file was replaced since the listing, "
-            "or the source answered short; list the volume again."
+            f"{_name(transport, file)}: it was listed with {file.size} bytes and {size} came. The file was replaced "
+            "since the listing, or the source answered short; list the volume again."
         )
+
+
+def _name(transport: Transport, file: FileInfo) -> str:
+    return safe_url(transport.volume.join(file.path))
 
 
 def size_on_disk(path: str) -> int:

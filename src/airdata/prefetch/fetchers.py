@@ -40,7 +40,8 @@ class Fetchers:
         self.ended = 0
         self._work = threading.Condition(lock)
         self._fetch = fetch
-        self._pace = Pace(most)
+        self._most = most
+        self._pace: Pace | None = None  # until the first file is known
         self._queue: deque[Place[Any]] = deque()
         self._handed: deque[Place[Any]] = deque()  # to threads that were woken for them
         self._running = 0
@@ -55,6 +56,7 @@ class Fetchers:
     def submit(self, place: Place[Any]) -> None:
         """Fetch a place as soon as there is a thread for it."""
         with self._work:
+            self._pace = self._pace or Pace(self._most, place.size)
             self._queue.append(place)
             self._hand_out()
 
@@ -91,7 +93,8 @@ class Fetchers:
                 threading.Thread(target=self._run, name="airdata-fetch", daemon=True).start()
 
     def _may_begin(self) -> bool:
-        return bool(self._queue) and self._running < self._pace.limit and not self._closed
+        limit = self._pace.limit if self._pace else 0
+        return bool(self._queue) and self._running < limit and not self._closed
 
     def _begin(self) -> None:
         place = self._queue.popleft()
@@ -132,6 +135,7 @@ class Fetchers:
         if place.given_up:
             return False
         self._running -= 1
+        assert self._pace is not None
         self._pace.finished(place.size, time.monotonic(), more=bool(self._queue))
         if self._closed:
             return False

@@ -13,7 +13,8 @@ import math
 
 __all__ = ["Pace"]
 
-_FIRST = 8
+# Of large files, and of small ones, most of which want many.
+_FIRST, _FIRST_SMALL = 8, 32
 # With fewer, one file that hangs would hold up too much.
 _LEAST = 4
 # A request costs about what this many bytes do: a first byte after 10 ms, at 100 MB/s.
@@ -33,13 +34,14 @@ class Pace:
 
     Args:
         most: the limit is never above this.
+        size: bytes of the first file; the others are taken to be like it.
 
     Attributes:
         limit: how many fetches may run now.
     """
 
-    def __init__(self, most: int) -> None:
-        self.limit = min(most, _FIRST)
+    def __init__(self, most: int, size: int) -> None:
+        self.limit = min(most, _FIRST_SMALL if size < _REQUEST_BYTES else _FIRST)
         self._most = most
         self._least = min(most, _LEAST)
         self._settled = self.limit  # the limit to go back to when the one being tried brings nothing
