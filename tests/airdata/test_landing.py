@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -135,20 +138,92 @@ def test_what_a_dead_process_had_named_twice_is_not_written_to(cache, transport)
         assert len(transport.fetched) == 2
 
 
-@pytest.mark.parametrize("lack", ["links", "exact times"])
-def test_a_disk_that_lacks_something_is_served_as_well(cache, transport, monkeypatch, lack) -> None:
-    utime = os.utime
+def refused(*_: object, **__: object) -> None:
+    raise OSError(errno.EPERM, "not on this disk")
 
-    def no_links(*_: object, **__: object) -> None:
-        raise OSError(errno.EPERM, "no links here")
 
-    def whole_seconds(path: str, *, ns: tuple[int, int]) -> None:
-        utime(path, ns=(ns[0] // 10**9 * 10**9, ns[1] // 10**9 * 10**9))
+def in_whole_seconds(path: str, *, ns: tuple[int, int], utime: Callable[..., None] = os.utime) -> None:
+    utime(path, ns=(ns[0] // 10**9 * 10**9, ns[1] // 10**9 * 10**9))
 
-    monkeypatch.setattr(os, "link" if lack == "links" else "utime", no_links if lack == "links" else whole_seconds)
+
+@pytest.mark.parametrize(("call", "instead"), [("link", refused), ("utime", refused), ("utime", in_whole_seconds)])
+def test_a_disk_that_lacks_something_is_served_as_well(cache, transport, monkeypatch, call, instead) -> None:
+    monkeypatch.setattr(os, call, instead)
     files = [FileInfo(f"a/{number}.jpg", 10, f"etag:{number % 10}") for number in range(20)]
     for _epoch in range(2):
         for file in files:
             with cache.open(transport, file) as lease:
                 assert content(lease) == content_of(file)
     assert len(transport.fetched) == 20
+
+
+# --- what is removed ---
+
+
+def files_of(paths: list[str], letter: str = "a") -> list[FileInfo]:
+    return [FileInfo(path, 10, f"etag:{letter}") for path in paths]
+
+
+def fill(directory: Path, transport: Versions, files: list[FileInfo], *, room: int) -> int:
+    """Read all in a new run, for which the cache has so much room; how many were fetched."""
+    cache, before = VolumeCache(directory, max_bytes=room, min_free_bytes=0), len(transport.fetched)
+    for file in files:
+        with cache.open(transport, file) as lease:
+            assert content(lease) == content_of(file)
+    return len(transport.fetched) - before
+
+
+def test_folders_that_are_named_as_ours_are_hold_files_like_any_other(transport, tmp_path) -> None:
+    paths = [f"{digit * 32}/{name}" for digit in "abc" for name in ("metrics.json", "params.json")]
+    files = files_of([*paths, "first/x", f"ab/{'a' * 32}/y"])
+    assert fill(tmp_path / "cache", transport, files, room=80) == 8
+    assert fill(tmp_path / "cache", transport, files, room=80) == 0
+
+
+def test_entries_that_lost_their_stamps_make_room(transport, tmp_path) -> None:
+    files = files_of([f"a/{number}" for number in range(8)])
+    assert fill(tmp_path / "first", transport, files, room=80) == 8
+    shutil.copytree(tmp_path / "first", tmp_path / "copied", copy_function=shutil.copyfile)
+    assert fill(tmp_path / "copied", transport, files, room=80) == 8
+    assert fill(tmp_path / "copied", transport, files, room=80) == 0
+
+
+def test_folders_of_files_that_left_leave_too(transport, tmp_path) -> None:
+    days = [files_of([f"day{day}/x"], "a") for day in range(5)]
+    for files in days:
+        fill(tmp_path / "cache", transport, files, room=50)
+    long_ago = time.time_ns() - 30 * 24 * 3600 * 10**9
+    for path in (tmp_path / "cache" / "files").rglob("x"):
+        os.utime(path, ns=(long_ago, path.stat().st_mtime_ns))
+    fill(tmp_path / "cache", transport, files_of(["today/x"]), room=50)
+    assert [path.name for path in (tmp_path / "cache" / "files").glob("*/first/*")] == ["today"]
+
+
+@pytest.mark.parametrize("place", ["files/{source}/first", "files/{source}", "transient/{digest}", "trash/{digest}.x"])
+def test_links_in_place_of_our_folders_lead_no_removal_outside(transport, tmp_path, place) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "precious").write_bytes(b"x" * 10)
+    os.utime(mine / "precious", (0, 0))
+    directory = tmp_path / "cache"
+    fill(directory, transport, files_of(["a"]), room=10)
+    link = directory / place.format(source=generation_name(transport.volume.url), digest="a" * 32)
+    if link.exists():
+        shutil.rmtree(link)
+    link.symlink_to(mine)
+    fill(directory, transport, files_of(["b"]), room=10)
+    VolumeCache(directory).clear()
+    assert (mine / "precious").exists()
+
+
+def test_what_another_process_helps_to_remove_is_taken_off_the_count(transport, tmp_path) -> None:
+    directory = tmp_path / "cache"
+    remover = VolumeCache(directory, min_free_bytes=0)  # lives, so that nobody is alone and counts
+    for file in files_of(["a", "b"]):
+        remover.open(transport, file).release()
+    layout = Layout(VolumeCache(directory).root)
+    source = generation_name(transport.volume.url)
+    os.rename(f"{layout.files}/{source}", f"{layout.trash}/{source}.00")  # a remover has come so far
+    assert fill(directory, transport, files_of(["c"]), room=20) == 1
+    assert fill(directory, transport, files_of(["d"]), room=20) == 1
+    assert fill(directory, transport, files_of(["c", "d"]), room=20) == 0

@@ -362,7 +362,7 @@ def test_what_dead_processes_and_broken_disks_leave_is_swept_or_replaced(transpo
         entry = Path(layout.first(name))
         entry.parent.mkdir(parents=True, exist_ok=True)
         entry.write_bytes(leftover)
-        os.utime(entry, ns=(name.stamp, name.stamp))  # as a power cut leaves it
+        os.utime(entry, ns=(0, name.stamp(time.time_ns())))  # as a power cut leaves it
     passing = Path(layout.passing(names[5]))
     passing.parent.mkdir(parents=True)
     passing.write_bytes(b"left by a dead reader")

@@ -23,7 +23,7 @@ _UNREAD_SECONDS = 14 * 24 * 3600.0
 class _Entry(NamedTuple):
     place: str  # what to remove: the file in its first place, or the folder that its digest names
     tail: str  # the file's path
-    came: float
+    came: float  # by the change time, since the modification time says something else; -1: nobody's version
     read: float
 
 
@@ -43,23 +43,24 @@ def dead_entries(source: str, now: float) -> list[str]:
 
 def _entries(source: str) -> Iterator[_Entry]:
     first = os.path.join(source, FIRST)
-    for path, came, read in _files(first):
-        yield _Entry(path, path[len(first) :], came, read)
+    for path, status in _files(first):
+        # One whose modification time is that of its arrival has lost its stamp: to a copy, or to whoever wrote to it.
+        lost = abs(status.st_ctime - status.st_mtime) < 1
+        yield _Entry(path, path[len(first) :], -1.0 if lost else status.st_ctime, status.st_atime)
     for part in _scan(source):
-        for entry in _scan(part.path) if part.is_dir(follow_symlinks=False) else ():
+        for entry in _scan(part.path) if part.name != FIRST and part.is_dir(follow_symlinks=False) else ():
             if DIGEST.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                for path, came, read in _files(entry.path):
-                    yield _Entry(entry.path, path[len(entry.path) :], came, read)
+                for path, status in _files(entry.path):
+                    yield _Entry(entry.path, path[len(entry.path) :], status.st_ctime, status.st_atime)
 
 
-def _files(top: str) -> Iterator[tuple[str, float, float]]:
-    """Files below a folder, when they came (the modification time says something else), and when they were read."""
-    for folder, _, names in os.walk(top):
+def _files(top: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Files below a folder; none below a link, which leads out of the cache."""
+    for folder, _, names in os.walk(top) if not os.path.islink(top) else ():
         for name in names:
             path = os.path.join(folder, name)
             with contextlib.suppress(OSError):
-                status = os.lstat(path)
-                yield path, status.st_ctime, status.st_atime
+                yield path, os.lstat(path)
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:

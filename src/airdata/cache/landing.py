@@ -20,19 +20,25 @@ def settle_down(part: str, name: EntryName, layout: Layout) -> str:
     Raises:
         OSError: the disk takes it in no place.
     """
-    os.utime(part, ns=(time.time_ns(), name.stamp))
-    first = layout.first(name)
-    if os.stat(part).st_mtime_ns == name.stamp:  # else this disk keeps no time that exact
+    now = time.time_ns()
+    with contextlib.suppress(OSError):
+        os.utime(part, ns=(now, name.stamp(now)))
+    here = os.stat(part)
+    if name.stamped(here.st_mtime_ns):  # else this disk keeps no time that exact
+        first = layout.first(name)
         try:
             _link(part, first)
         except OSError:
-            # Taken, or no place for a file, or a disk without links. What has our stamp is ours alone, and broken.
+            # Taken, or no place for a file, or a disk without links. What has our stamp is ours alone.
             with contextlib.suppress(OSError):
-                if os.stat(first).st_mtime_ns == name.stamp:
-                    os.replace(part, first)
+                there = os.stat(first)
+                if name.stamped(there.st_mtime_ns):
+                    if there.st_size != here.st_size:
+                        os.replace(part, first)
+                    _forget(part)
                     return first
         else:
-            os.unlink(part)
+            _forget(part)
             return first
     return move(part, layout.other(name))
 
@@ -42,6 +48,11 @@ def move(part: str, path: str) -> str:
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     os.replace(part, path)
     return path
+
+
+def _forget(part: str) -> None:
+    with contextlib.suppress(OSError):  # the entry is there, and the next start sweeps
+        os.unlink(part)
 
 
 def _link(part: str, path: str) -> None:

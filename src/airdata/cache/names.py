@@ -10,10 +10,10 @@
                                └ its first two digits, so that no folder grows too long to search
 
 The first version of a file that comes lies in the folders of the volume: folders of its own would cost each file two
-more inodes and 8 KB of disk. Which version it is says its modification time, which is a part of the digest; a file that
-somebody has written to since is nobody's version. Whatever finds its first place taken lies below its own digest:
-another version, a path that a case-insensitive or normalising disk takes for the same, an object ``a/b`` next to an
-object ``a``. No name leads outside the root.
+more inodes and 8 KB of disk. Which version it is says its modification time, a stamp of 46 bits of the digest within
+the last day, so that whoever looks sees a file of today. A file that somebody has written to since is nobody's version.
+Whatever finds its first place taken lies below its own digest: another version, a path that a case-insensitive or
+normalising disk takes for the same, an object ``a/b`` next to an object ``a``. No name leads outside the root.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ _LONGEST_SUFFIX = 32
 _LONGEST_TAIL = 2048
 # What needs no second look: the names of most datasets.
 _PLAIN = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}/){0,9}[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+# Nanoseconds in 18 hours, and so many stamps there are.
+_STAMPS = (1 << 16) * 10**9
 # Below this are the bytes of the lock file with a fixed meaning.
 _FIRST_LOCK_BYTE = 1024
 
@@ -53,10 +55,17 @@ class EntryName(NamedTuple):
     digest: str
     tail: str
 
-    @property
-    def stamp(self) -> int:
-        """The modification time of this version in its first place, in ns since the epoch: 56 bits of the digest."""
-        return int(self.digest[:14], 16)
+    def stamp(self, now: int) -> int:
+        """The modification time of this version in its first place: the last one that is its own.
+
+        Args:
+            now: ns since the epoch, as is the answer.
+        """
+        return now - (now - int(self.digest[:14], 16)) % _STAMPS
+
+    def stamped(self, time: int) -> bool:
+        """Whether a modification time, in ns since the epoch, is a stamp of this version."""
+        return (time - int(self.digest[:14], 16)) % _STAMPS == 0
 
 
 def generation_name(url: str) -> str:

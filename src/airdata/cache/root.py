@@ -196,6 +196,8 @@ def remove_tree(path: str) -> int:
 
     What somebody else removes at the same time is no error; what cannot be removed stays.
     """
+    if os.path.islink(path):
+        return _remove_file(path)
     freed = 0
     for folder, folders, files in os.walk(path, topdown=False):
         for name in files:
@@ -212,8 +214,8 @@ def remove_tree(path: str) -> int:
 
 def _remove_file(path: str) -> int:
     try:
-        size = os.lstat(path).st_size
+        status = os.lstat(path)
         os.unlink(path)
     except OSError:
         return 0
-    return size
+    return status.st_size if status.st_nlink == 1 else 0  # else another name keeps them

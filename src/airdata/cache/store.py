@@ -244,12 +244,9 @@ class Store:
     def _here(self, name: EntryName, file: FileInfo) -> str | None:
         """Where this version of a file lies, whole; None if it does not."""
         path = self.layout.first(name)
-        try:
+        with contextlib.suppress(OSError):
             status = os.stat(path)
-        except OSError:
-            pass
-        else:
-            if status.st_mtime_ns == name.stamp and status.st_size == file.size:
+            if name.stamped(status.st_mtime_ns) and status.st_size == file.size:
                 return path
         path = self.layout.other(name)
         return path if size_on_disk(path) == file.size else None
@@ -269,6 +266,7 @@ class Store:
         try:
             hit = size_on_disk(path) == file.size
             if not hit:
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)  # before the source is asked
                 self._fetch(transport, file, name, lambda part: move(part, path))
         except BaseException:
             self._end_passing(name)

@@ -146,11 +146,13 @@ class Upkeep:
         with self._exclusive(lock_bytes(generation)[1]) as mine:
             if not mine or not self._catalogue.is_due(generation, _LOOK_AGAIN_SECONDS):
                 return 0
+            source = os.path.join(self._layout.files, generation)
             with contextlib.suppress(OSError):
                 os.mkdir(trash, 0o700)
-                dead = dead_entries(os.path.join(self._layout.files, generation), time.time())
-                for number, place in enumerate(dead):
+            for number, place in enumerate(dead_entries(source, time.time())):
+                with contextlib.suppress(OSError):
                     os.rename(place, os.path.join(trash, str(number)))
+                    _remove_empty(os.path.dirname(place), source)
         freed = remove_tree(trash)
         self._usage.removed(freed)
         return freed
@@ -187,7 +189,7 @@ class Upkeep:
             if mine:
                 for name in names:
                     if DIGEST.fullmatch(name.partition(".")[0]):
-                        remove_tree(os.path.join(self._layout.trash, name))
+                        self._usage.removed(remove_tree(os.path.join(self._layout.trash, name)))
         return True
 
     def _count(self) -> None:
@@ -231,6 +233,14 @@ def measure(layout: Layout, catalogue: Catalogue, *, until: float = math.inf) ->
                         files += 1
         sources.append(SourceInfo(record.source, size, files, record.last_used))
     return sources
+
+
+def _remove_empty(folder: str, top: str) -> None:
+    """Remove a folder, and those it lies in below ``top``, as far as they are empty."""
+    with contextlib.suppress(OSError):
+        while folder != top:
+            os.rmdir(folder)
+            folder = os.path.dirname(folder)
 
 
 def _names(folder: str) -> list[str]:
