@@ -100,7 +100,7 @@ class BadFilesError(AirdataError, RuntimeError):
 
 
 class CheckpointError(AirdataError, RuntimeError):
-    """A save or load failed; nothing was published, or nothing was loaded."""
+    """A save or load failed. Nothing was published or loaded, unless the message says that other ranks were lost."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

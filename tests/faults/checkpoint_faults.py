@@ -4,7 +4,7 @@ save ── fault ──► how the save went ──► load ──► whose bit
 
 Each function takes the side (``"ours"`` or ``"stock"``), a place, and the ``Bench`` of
 the tests, and returns what the user sees.
-As a program it is the process that is killed, or one rank of two.
+As a program it is the process that is killed again and again, or one rank of two.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ FIRST, SECOND, MIX = (
     "the second save's bits load",
     "**a mix of both saves loads, silently**",
 )
+NOTHING = "there is nothing to load, and the load fails"
 SILENT = "**wrong bits load, silently**"
 
 
@@ -78,8 +79,9 @@ def told(what, act):
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - the very thing to be told
         if isinstance(error, CheckpointException):
             error = next(iter(error.failures.values()))[0]
-        if "no checkpoint is published here" in str(error):
-            return "there is nothing to load, and the load fails"  # torch wraps ours in an AssertionError
+        # torch wraps either in an AssertionError
+        if "no checkpoint is published here" in str(error) or ".metadata" in str(error).partition("No such file")[2]:
+            return NOTHING
         return f"{what} fails: `{type(error).__name__}`"
     return f"{what} succeeds"
 
@@ -113,6 +115,32 @@ class FailingInAHelperThread(DefaultSavePlanner):
             return super().resolve_data(write_item)
         self.failed.set()
         raise OSError(5, "Input/output error")
+
+
+ON_FILES = {"open", "os.mkdir", "os.scandir", "os.listdir", "os.rename", "os.remove", "os.rmdir"}
+"""What Python tells its audit hooks; ``os.replace`` and ``os.unlink`` come as ``os.rename`` and ``os.remove``."""
+
+
+class DyingAt(DefaultSavePlanner):
+    """Dies at the n-th of what it does: an item written, a file or folder of the checkpoint opened, renamed, removed."""
+
+    def __init__(self, number, place):
+        super().__init__()
+        self.left, self.place = number, place
+        sys.addaudithook(self.on_event)
+
+    def resolve_data(self, write_item):
+        self.count_down()
+        return super().resolve_data(write_item)
+
+    def on_event(self, event, arguments):
+        if event in ON_FILES and str(arguments[0]).startswith(self.place):
+            self.count_down()
+
+    def count_down(self):
+        self.left -= 1
+        if self.left == 0:
+            die()
 
 
 class DyingBeforeItsShare(DefaultSavePlanner):
@@ -149,10 +177,9 @@ def error_in_a_writer_thread(side, place, bench):
 
 
 def crash(side, place, bench):
-    save(side, place, 1.0)
-    [(status, _)] = bench.run("crash", side, place)
-    assert status == -signal.SIGKILL
-    return load(side, place)
+    [(status, found)] = bench.run("crash", side, place)
+    assert status == 0
+    return found
 
 
 def damage(side, place, change):
@@ -228,16 +255,33 @@ def load_during_a_save(side, place, bench):
 
 def rank_lacks_a_key(side, place, bench):
     (_, first), (_, second) = bench.run("lack", side, place, ranks=2)
-    return f"on one rank {first}, on the other {second}"
+    return f"{f'on both ranks {first}' if first == second else (first, second)}; {load(side, place)}"
 
 
 # --- processes of their own ------------------------------------------------------------------------------------------
 
 
+def crash_everywhere(side, place):
+    """Kill a second save at the first thing it does, then another at its second, until one comes to its end."""
+    found, status, number = set(), signal.SIGKILL, 0
+    while status == signal.SIGKILL:
+        number += 1
+        there = f"{place}/{number}"
+        save(side, there, 1.0)
+        child = os.fork()
+        if child == 0:
+            save(side, there, 2.0, DyingAt(number, there))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        found.add(load(side, there))
+    assert status == 0
+    return ", or ".join(sorted(found))
+
+
 def main(act, side, place, *rest):
     warnings.simplefilter("ignore")
     if act == "crash":
-        save(side, place, 2.0, Doing(4, die))
+        print(crash_everywhere(side, place))
         return
     *rest, rendezvous, rank = rest
     rank = int(rank)
@@ -255,7 +299,7 @@ def main(act, side, place, *rest):
         whole = distribute_tensor(torch.ones(10), init_device_mesh("cpu", (2,)), [Shard(0)])
         content = {} if rank else {"x": whole}
     went = told("the save", lambda: dcp.save(content, storage_writer=writer(side, place), planner=planner))
-    print(went.split(":")[0], flush=True)
+    print(went, flush=True)
     os._exit(0)
 
 

@@ -3,6 +3,7 @@
     <checkpoint>/__<rank>_<n>.<save id>.distcp     shard files: items one after another, each what torch.save writes
                  .integrity.<save id>.json         their digests (airdata.checkpoint.integrity)
                  .metadata                         DCP's pickle; the checkpoint exists if and only if this file does
+                 .airdata-<chance>.part            either of these two, not renamed yet
     <root>/step-00000042/                          a numbered checkpoint under a root
 
 Names carry the id of their save, so that a second save to the same path never touches a published byte; the id starts
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from airdata.checkpoint.integrity import IntegrityRecord, as_bytes, crc32c
 from airdata.errors import CheckpointNotFoundError, CorruptCheckpointError
-from airdata.transport import Transport
+from airdata.transport import FileInfo, Transport
 
 __all__ = [
     "METADATA",
@@ -38,6 +39,7 @@ __all__ = [
     "check_sizes",
     "integrity_name",
     "is_abandoned",
+    "is_leftover",
     "item_indexes",
     "load_metadata",
     "new_save_id",
@@ -56,7 +58,10 @@ _TIME = "%Y%m%dT%H%M%SZ"
 _ID = r"(\d{8}T\d{6}Z-[0-9a-f]{8})"
 _SHARD = re.compile(rf"__\d+_\d+\.{_ID}\.distcp")
 _RECORD = re.compile(rf"\.integrity\.{_ID}\.json")
+# What airdata.transport.local writes first, and renames: .metadata and the record, on a directory.
+_PART = re.compile(r"\.airdata-[0-9a-f]{16}\.part")
 _STOCK_SHARD = re.compile(r"__\d+_\d+\.distcp")
+_MTIME = re.compile(r"mtime:(\d+)")
 # fullmatch on these digits: a looser search takes step-100.bak for a step (torchtitan's _find_load_step).
 _STEP = re.compile(r"step-(\d{8,})")
 
@@ -100,10 +105,21 @@ def step_of(name: str) -> int | None:
     return int(found[1]) if found and step_name(int(found[1])) == name else None
 
 
-def is_abandoned(name: str, older_than: timedelta) -> bool:
-    """Whether a file is one of ours from a save that began longer ago than ``older_than``."""
-    save_id = shard_save_id(name)
-    return save_id is not None and datetime.now(timezone.utc) - save_time(save_id) > older_than
+def is_leftover(name: str) -> bool:
+    """Whether a file, unless something published names it, is of a save: one that goes on, or one that was killed."""
+    return bool(shard_save_id(name) or _PART.fullmatch(name))
+
+
+def is_abandoned(file: FileInfo, older_than: timedelta) -> bool:
+    """Whether a file is one of ours from a save that began, or stopped writing it, longer ago than ``older_than``."""
+    save_id = shard_save_id(file.path)
+    if save_id is not None:
+        began = save_time(save_id)
+    elif _PART.fullmatch(file.path) and (found := _MTIME.fullmatch(file.version)):
+        began = datetime.fromtimestamp(int(found[1]) / 1e9, timezone.utc)
+    else:
+        return False
+    return datetime.now(timezone.utc) - began > older_than
 
 
 @dataclass(frozen=True)

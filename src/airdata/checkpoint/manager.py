@@ -140,7 +140,8 @@ class CheckpointManager:
             ``wait`` or ``close``.
 
         Raises:
-            CheckpointError: the previous save failed; this one failed (synchronous); or ranks differ on the step.
+            CheckpointError: the previous save failed; this one failed (synchronous); ranks differ on the step; or
+                another rank has ended, or is later than ``timeout``.
         """
         start = time.monotonic()
         name = layout.step_name(step)

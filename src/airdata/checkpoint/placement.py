@@ -14,13 +14,13 @@ import errno
 import io
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from airdata.checkpoint.integrity import FileRecord
 from airdata.checkpoint.shardfile import ShardFile
+from airdata.checkpoint.staged import staged_file
 from airdata.errors import StagingFullError
 from airdata.transport import Transport
 
@@ -92,14 +92,12 @@ class Upload:
                 return self._stage_and_send(name, fill)
 
     def _stage_and_send(self, name: str, fill: Fill) -> FileRecord:
-        descriptor, path = tempfile.mkstemp(prefix="airdata-staged-", suffix=".distcp", dir=self._staging_dir)
-        try:
-            with _full_disk(path), open(descriptor, "wb", _BUFFER) as sink:
+        with staged_file(self._staging_dir) as (sink, path):
+            with _full_disk(path):
                 shard = ShardFile(name, sink)
                 fill(shard)
+                sink.flush()
             self._transport.put(name, _LocalFile(path))
-        finally:
-            os.unlink(path)
         return shard.record()
 
 

@@ -197,7 +197,7 @@ def _remove_leftovers(transport: Transport, replaced: Sequence[str], record: Int
     """Remove the files of the replaced checkpoint, and those that a killed save left long ago."""
     own = {file.name for file in record.files} | {layout.integrity_name(record.save_id)}
     try:
-        abandoned = [f.path for f in transport.list() if layout.is_abandoned(f.path, ABANDONED_AFTER)]
+        abandoned = [f.path for f in transport.list() if layout.is_abandoned(f, ABANDONED_AFTER)]
     except OSError as error:
         _log.warning("%s: leftovers were not looked for: %s", transport.volume, describe(error))
         abandoned = []

@@ -6,8 +6,9 @@ xtuner#1852), and an error of one is an error of all, at once, instead of a time
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ class Ranks:
 
     def __init__(self, timeout: float) -> None:
         self.group: Any = None
+        self._timeout = timeout
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -64,7 +66,8 @@ class Ranks:
                 answer[0] = choose()
             except Exception as error:  # noqa: BLE001 - raised on every rank below
                 answer[1] = error
-        dist.broadcast_object_list(answer, src=0, group=self.group)
+        with self.in_touch("deciding together"):
+            dist.broadcast_object_list(answer, src=0, group=self.group)
         if answer[1] is not None:
             raise answer[1]
         value: T = answer[0]
@@ -90,7 +93,8 @@ class Ranks:
         except Exception as error:  # noqa: BLE001 - raised below, once the others know
             failure = error
         reports: list[Any] = [None] * self.world_size
-        dist.all_gather_object(reports, (label, describe(failure) if failure else None), group=self.group)
+        with self.in_touch(what):
+            dist.all_gather_object(reports, (label, describe(failure) if failure else None), group=self.group)
         if failure is not None:
             raise failure
         for rank, (other, problem) in enumerate(reports):
@@ -100,6 +104,23 @@ class Ranks:
                 raise CheckpointError(f"{what}: rank {self.rank} is at {label} and rank {rank} at {other}")
         assert value is not None or failure is None
         return value  # type: ignore[return-value]
+
+    @contextlib.contextmanager
+    def in_touch(self, what: str) -> Iterator[None]:
+        """Around what ranks exchange: gloo tells of a rank that has ended, or is late, in words of its own.
+
+        Raises:
+            CheckpointError: in their place; what the other ranks know or do from here on is not known.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self.alone or isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{what}: rank {self.rank} of {self.world_size} lost touch with the others; one of them has ended, or "
+                f"did not answer within {self._timeout:g} s. Look for the first rank that failed: {describe(error)}"
+            ) from error
 
 
 def as_checkpoint_error(error: CheckpointException, what: str) -> CheckpointError:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from airdata.checkpoint.node import NodeFolder
 from airdata.checkpoint.place import OnVolume, check_positive
 from airdata.checkpoint.sharing import Share, SharedSource, offer, share_out
 from airdata.checkpoint.source import Source, open_source
-from airdata.checkpoint.verify import verify_files
+from airdata.checkpoint.verify import verify_files, verify_for_node
 from airdata.checkpoint.workers import each
 from airdata.errors import CheckpointError, CorruptCheckpointError
 from airdata.transport import Transport, open_transport
@@ -50,8 +50,8 @@ class UCVolumeReader(OnVolume, FileSystemReader):
         path: the checkpoint's own folder.
         storage_options: arguments of the fsspec driver.
         verify: ``"items"`` checks every byte that is loaded against its digest; ``"files"`` first checks, in full, all
-            files that this rank reads from; ``"off"`` checks nothing. Checkpoints of stock writers have no digests, and
-            are checked for missing and short files only.
+            files that this rank reads from, each once for the ranks of a node; ``"off"`` checks nothing. Checkpoints
+            of stock writers have no digests, and are checked for missing and short files only.
         threads: reads in flight.
 
     Raises:
@@ -111,7 +111,7 @@ class UCVolumeReader(OnVolume, FileSystemReader):
     def _read_published(self, transport: Transport) -> layout.Published:
         """``.metadata`` and the record, which grow with tensors times ranks: once for the processes of a node."""
         self._leave()
-        if self._can_share and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if self._can_share and _in_company():
             with suppress(FileNotFoundError):
                 found = transport.stat(layout.METADATA)
                 if found.version:
@@ -151,8 +151,7 @@ class UCVolumeReader(OnVolume, FileSystemReader):
         try:
             jobs = self._jobs(plan)
             if self._verify == "files" and self._record is not None:
-                used = {job.file for job in jobs}
-                verify_files(transport, [f for f in self._record.files if f.name in used], threads=self._threads)
+                self._verify_files(transport, self._record, {job.file for job in jobs})
             if isinstance(plan.storage_data, Share):
                 share = plan.storage_data
                 jobs = in_turn(jobs, share.place, share.ranks, self._threads)
@@ -172,6 +171,12 @@ class UCVolumeReader(OnVolume, FileSystemReader):
     def _can_share(self) -> bool:
         """Whether what one process of a node fetches is worth keeping for the others: local files are in memory."""
         return not self._volume.in_place
+
+    def _verify_files(self, transport: Transport, record: IntegrityRecord, names: Collection[str]) -> None:
+        if _in_company():
+            verify_for_node(transport, record, names, threads=self._threads)
+        else:
+            verify_files(transport, [f for f in record.files if f.name in names], threads=self._threads)
 
     def _jobs(self, plan: LoadPlan) -> Sequence[Job]:
         assert self._metadata is not None
@@ -223,6 +228,11 @@ class UCVolumeReader(OnVolume, FileSystemReader):
         if isinstance(error, CheckpointError):
             return error
         return CheckpointError(f"{self._volume}: {describe(error)}")
+
+
+def _in_company() -> bool:
+    """Whether other processes are likely to load the same: a job of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _in_order(job: Job, parts: Sequence[tuple[Sequence[Bytes], object]]) -> Sequence[Bytes]:

@@ -89,12 +89,14 @@ def _load(root: Volume, ranks: Ranks, found: tuple[int, layout.Published], state
     step, published = found
     reader = UCVolumeReader(root.child(layout.step_name(step)), verify=verify)
     reader.provide(published)
+    what = f"loading step {step}"
     # Every rank has its target, or none begins: DCP would wait for the one that failed.
-    target = ranks.agree(f"loading step {step}", step, lambda: states.targets(state, published.metadata, ranks.rank))
+    target = ranks.agree(what, step, lambda: states.targets(state, published.metadata, ranks.rank))
     try:
-        dcp_load(target, storage_reader=reader, process_group=ranks.group, no_dist=ranks.alone)
+        with ranks.in_touch(what):
+            dcp_load(target, storage_reader=reader, process_group=ranks.group, no_dist=ranks.alone)
     except CheckpointException as error:
-        raise as_checkpoint_error(error, f"loading step {step}") from error
+        raise as_checkpoint_error(error, what) from error
     states.apply(state, target)
     if ranks.is_coordinator:
         _log.info("restored step %d from %s", step, root)

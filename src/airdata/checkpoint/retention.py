@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -99,20 +100,28 @@ def _remove(transport: Transport) -> None:
         _log.info("%s; it is removed by the names of its files", error)
         names = []
     transport.delete(layout.METADATA)
-    ours = [file.path for file in transport.list() if layout.shard_save_id(file.path)]
+    ours = [file.path for file in transport.list() if layout.is_leftover(file.path)]
     remove_files(transport, sorted({*names, *ours}))
     _remove_folder(transport)
 
 
 def _remove_abandoned(transport: Transport) -> None:
     try:
-        names = [f.path for f in transport.list() if layout.is_abandoned(f.path, ABANDONED_AFTER)]
+        names = [f.path for f in transport.list() if layout.is_abandoned(f, ABANDONED_AFTER)]
     except OSError as error:
         _log.warning("%s: leftovers were not looked for: %s", transport.volume, describe(error))
         return
     remove_files(transport, names)
-    if names:
+    if names or _is_old(transport):
         _remove_folder(transport)
+
+
+def _is_old(transport: Transport) -> bool:
+    """Whether a folder, if it is one, has been as it is for so long that no save has only just made it."""
+    try:
+        return time.time() - os.stat(transport.volume.directory or "").st_mtime > ABANDONED_AFTER.total_seconds()
+    except OSError:
+        return False
 
 
 def _remove_folder(transport: Transport) -> None:

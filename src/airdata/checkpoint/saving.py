@@ -59,18 +59,28 @@ class Saver:
         """Save a state dict as ``step``.
 
         Raises:
-            CheckpointError: nothing was published, or what was published does not read back.
+            CheckpointError: nothing was published; what was published does not read back; or ranks lost touch with each
+                other, and it is published if rank 0 came so far.
         """
         place = self._root.child(layout.step_name(step))
         writer = UCVolumeWriter(place, **self._writer_options, metrics=metrics)
+        what = f"saving step {step}"
         try:
-            metadata = dcp_save(tree, storage_writer=writer, process_group=self._ranks.group, no_dist=self._ranks.alone)
-        except (Exception, CheckpointException) as error:
-            failures = [pair[0] for pair in error.failures.values()] if isinstance(error, CheckpointException) else []
-            if not any(isinstance(failure, OutcomeUnknownError) for failure in failures):
+            with self._ranks.in_touch(what):
+                metadata = dcp_save(
+                    tree, storage_writer=writer, process_group=self._ranks.group, no_dist=self._ranks.alone
+                )
+        except CheckpointException as error:
+            # What every rank hears from the coordinator: it has not published, unless storage left it in doubt.
+            if not any(isinstance(failure, OutcomeUnknownError) for failure, _ in error.failures.values()):
                 writer.discard()
-            if isinstance(error, CheckpointException):
-                raise as_checkpoint_error(error, f"saving step {step}") from error
+            raise as_checkpoint_error(error, what) from error
+        except Exception as error:
+            # Nothing was heard. The coordinator may publish yet what this rank wrote; only its own files can go.
+            if self._ranks.is_coordinator:
+                writer.discard()
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointError(f"saving {writer.checkpoint_id}: {describe(error)}") from error
         summary: SaveSummary = metadata.save_summary
         if self._prove:

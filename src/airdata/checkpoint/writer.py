@@ -31,10 +31,12 @@ from airdata.checkpoint.placement import Budget, InPlace, Placement, Upload, che
 from airdata.checkpoint.publish import SaveSummary, publish, remove_files
 from airdata.checkpoint.shardfile import pack
 from airdata.checkpoint.shards import FileJob, item_bytes, write_files
+from airdata.checkpoint.staged import remove_abandoned
 from airdata.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    OutcomeUnknownError,
     StagingFullError,
 )
 from airdata.transport import Transport, open_transport
@@ -186,14 +188,18 @@ class UCVolumeWriter(OnVolume, StorageWriter):
         metadata.storage_meta = self.storage_meta()
         stored = {result.index: result.storage_data for part in results for result in part}
         transport = open_transport(self._volume)
-        record = publish(
-            transport,
-            self._save_id,
-            metadata,
-            stored,
-            ranks=len(results),
-            metrics=self._metrics,
-        )
+        try:
+            record = publish(
+                transport,
+                self._save_id,
+                metadata,
+                stored,
+                ranks=len(results),
+                metrics=self._metrics,
+            )
+        except OutcomeUnknownError:
+            self._written = []  # they may belong to a checkpoint yet, whether or not this error reaches the caller
+            raise
         summary = SaveSummary(
             self.checkpoint_id,
             self._save_id,
@@ -212,7 +218,8 @@ class UCVolumeWriter(OnVolume, StorageWriter):
     def discard(self) -> None:
         """Remove what this rank wrote for a save that failed on another rank; never what is published.
 
-        DCP tells a writer of its own failures only. CheckpointManager calls this on every rank after a failed save.
+        DCP tells a writer of its own failures only. CheckpointManager calls this on every rank after a save of which
+        it heard that it failed; while the coordinator may yet publish, only the coordinator may call it.
         """
         transport = open_transport(self._volume)
         try:
@@ -231,6 +238,7 @@ class UCVolumeWriter(OnVolume, StorageWriter):
             return InPlace(self._volume.directory)
         staging_dir = self._staging_dir or tempfile.gettempdir()
         os.makedirs(staging_dir, exist_ok=True)
+        remove_abandoned(staging_dir)
         limit = self._staging_bytes
         if limit is None:
             limit = min(self._threads * self._file_bytes, shutil.disk_usage(staging_dir).free // 2)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from airdata.checkpoint import UCVolumeWriter, layout
 from airdata.errors import CheckpointNotFoundError, CorruptCheckpointError
-from airdata.transport import open_transport
+from airdata.transport import FileInfo, open_transport
 from airdata.volume import Volume
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -58,13 +58,17 @@ def test_a_save_id_tells_its_time_and_is_in_every_name():
 )
 def test_other_files_belong_to_no_save_of_ours_and_are_never_abandoned(name):
     assert layout.shard_save_id(name) is None
-    assert not layout.is_abandoned(name, timedelta(0))
+    assert not layout.is_leftover(name)
+    assert not layout.is_abandoned(FileInfo(name, 1, "mtime:1"), timedelta(0))
 
 
 def test_only_an_old_save_is_abandoned():
     old = layout.shard_name(0, 0, "20200101T000000Z-00000000")
-    assert layout.is_abandoned(old, timedelta(days=1))
-    assert not layout.is_abandoned(layout.shard_name(0, 0, layout.new_save_id()), timedelta(days=1))
+    assert layout.is_abandoned(FileInfo(old, 1), timedelta(days=1))
+    new = layout.shard_name(0, 0, layout.new_save_id())
+    assert not layout.is_abandoned(FileInfo(new, 1, "mtime:1"), timedelta(days=1))
+    assert layout.is_leftover(old)
+    assert layout.is_leftover(new)
 
 
 class Evil:

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
-from airdata.checkpoint import CheckpointManager, UCVolumeWriter, layout
+from airdata.checkpoint import CheckpointManager, UCVolumeReader, UCVolumeWriter, layout
 from airdata.checkpoint.integrity import FileRecord, ItemRecord
 from airdata.checkpoint.layout import new_save_id, shard_name
 from airdata.checkpoint.publish import StoredItem, publish
@@ -173,4 +173,19 @@ def test_a_managed_save_of_unknown_outcome_leaves_the_files_it_may_publish(stall
     state = {"x": torch.zeros(4)}
     with CheckpointManager(tmp_path) as manager:
         assert manager.restore(state) == 1
+    assert torch.equal(state["x"], torch.ones(4))
+
+
+def test_a_writer_that_may_have_published_discards_nothing_though_its_error_reaches_no_rank(
+    stall, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("airdata.checkpoint.writer.open_transport", as_mount)
+    writer = UCVolumeWriter(tmp_path)
+    answer = stall("replace")
+    with pytest.raises(CheckpointException, match="whether the checkpoint was published is not known"):
+        dcp.save({"x": torch.ones(4)}, storage_writer=writer)
+    writer.discard()
+    answer()
+    state = {"x": torch.zeros(4)}
+    dcp.load(state, storage_reader=UCVolumeReader(tmp_path))
     assert torch.equal(state["x"], torch.ones(4))

@@ -1,4 +1,9 @@
 import logging
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -74,13 +79,65 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path, caplog):
 
 def test_leftovers_of_killed_saves_go_when_they_are_old(tmp_path):
     root = Volume.of(tmp_path)
-    for step, time in ((1, "20200101T000000Z"), (2, "20990101T000000Z"), (7, "20200101T000000Z")):
+    for step, began in ((1, "20200101T000000Z"), (2, "20990101T000000Z"), (7, "20200101T000000Z")):
         folder = tmp_path / step_name(step)
         folder.mkdir()
-        (folder / f"__0_0.{time}-00000000.distcp").write_bytes(b"half")
+        (folder / f"__0_0.{began}-00000000.distcp").write_bytes(b"half")
     save(root, 5)
     retention.prune(root, 5, [KeepLast(1)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(2), step_name(5), step_name(7)]
+
+
+def test_an_empty_folder_goes_unless_a_save_may_have_made_it_just_now(tmp_path):
+    for step in (1, 2):
+        (tmp_path / step_name(step)).mkdir()
+    os.utime(tmp_path / step_name(1), (1e9, 1e9))
+    root = Volume.of(tmp_path)
+    save(root, 3)
+    retention.prune(root, 3, [KeepLast(1)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(2), step_name(3)]
+
+
+PUTS_FOR_EVER = """
+import sys
+from airdata.transport import open_transport
+from airdata.volume import Volume
+transport = open_transport(Volume.of(sys.argv[1]))
+while True:
+    transport.put(".metadata", bytes(1 << 20))
+"""
+
+
+def test_what_a_kill_leaves_of_a_put_goes_when_it_is_old(tmp_path):
+    redone, torn = tmp_path / step_name(4), tmp_path / step_name(3)
+    putting = subprocess.Popen([sys.executable, "-c", PUTS_FOR_EVER, str(torn)])
+    deadline = time.monotonic() + 60
+    try:
+        while not (parts := list(torn.glob("*.part"))):  # the kill may fall between two puts
+            assert time.monotonic() < deadline
+            putting.send_signal(signal.SIGCONT)
+            time.sleep(0.001)
+            putting.send_signal(signal.SIGSTOP)
+            os.waitpid(putting.pid, os.WUNTRACED)  # it has stopped, or ended
+    finally:
+        putting.kill()
+        putting.wait()
+    [part] = parts
+    (torn / ".metadata").unlink(missing_ok=True)
+    redone.mkdir()
+    (redone / part.name).write_bytes(b"half")
+    root = Volume.of(tmp_path)
+    save(root, 4)
+    retention.prune(root, 4, [KeepLast(1)])
+    assert part.exists()
+    assert (redone / part.name).exists()
+    for path in (part, redone / part.name):
+        os.utime(path, (1e9, 1e9))
+    save(root, 4)
+    retention.prune(root, 4, [KeepLast(1)])
+    assert not torn.exists()
+    assert list(redone.glob("*.part")) == []
+    assert retention.published_steps(root) == [4]
 
 
 def test_stock_checkpoints_are_pruned_by_what_their_metadata_names(tmp_path):

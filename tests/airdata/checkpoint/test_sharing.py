@@ -240,7 +240,7 @@ def test_what_ranks_of_a_node_have_in_common_is_fetched_once(run_ranks, tmp_path
         mesh = init_device_mesh("cpu", (world,))
         generator = torch.Generator().manual_seed(0)
         full = {f"t{n}": torch.randn(1000, 1024, generator=generator) for n in range(8)}
-        for kind, verify in (Shard(1), "items"), (Shard(1), "off"), (Shard(0), "items"), (Replicate(), "items"):
+        for kind, verify in (Shard(1), "items"), (Shard(1), "off"), (Shard(0), "items"), (Replicate(), "items"), (Shard(0), "files"):
             state = {name: distribute_tensor(torch.zeros_like(t), mesh, [kind]) for name, t in full.items()}
             Counted.data = Counted.metadata = 0
             dcp.load(state, storage_reader=UCVolumeReader("counted://" + root, verify=verify))
@@ -251,6 +251,32 @@ def test_what_ranks_of_a_node_have_in_common_is_fetched_once(run_ranks, tmp_path
     outputs = run_ranks(4, COUNTED + textwrap.dedent(program), str(tmp_path / "c"))
     loads = np.array([[line.split() for line in output.splitlines()] for output in outputs], np.int64)
     data, metadata = loads[:, :, 0].sum(axis=0), loads[:, :, 1].sum(axis=0)
-    assert len(data) == 4
-    assert all(data <= 1.05 * sum(tensor.numel() * 4 for tensor in state.values()))
-    assert metadata.tolist() == [2, 2, 2, 2]  # .metadata and the record
+    size = sum(tensor.numel() * 4 for tensor in state.values())
+    assert all(data <= 1.05 * np.array([size, size, size, size, 2 * size]))  # verifying files reads them once before
+    assert metadata.tolist() == [2] * 5  # .metadata and the record
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_every_rank_hears_of_a_file_that_is_damaged_however_the_work_is_shared(run_ranks, tmp_path, shards, flip):
+    state = {f"t{n}": torch.ones(50_000) for n in range(8)}
+    writer = UCVolumeWriter(tmp_path, file_bytes=1)
+    torch.distributed.checkpoint.save(state, storage_writer=writer, no_dist=True)
+    damaged = shards(tmp_path)[3]
+    flip(damaged, 100_000)
+    outputs = run_ranks(
+        3,
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
+        try:
+            dcp.load({f"t{n}": torch.zeros(50_000) for n in range(8)},
+                     storage_reader=UCVolumeReader(root, verify="files"))
+        except CheckpointException as error:
+            print(sorted((rank, type(cause).__name__, str(cause)) for rank, (cause, _) in error.failures.items()))
+        """,
+        str(tmp_path),
+    )
+    for output in outputs:
+        failures = eval(output)
+        assert [failure[:2] for failure in failures] == [(rank, "CorruptCheckpointError") for rank in range(3)]
+        assert all(f"{damaged.name} is damaged" in failure[2] for failure in failures)
+    assert not list(tmp_path.rglob("load-*"))
