@@ -4,11 +4,13 @@ Every measurement is a new process that calls the launcher once, as a script or 
 has imported what that launcher needs before the clock starts. torchrun is a command, so its clock starts before its own
 interpreter. Launchers that are not installed (torchrunx, Accelerate) are left out. `elastic_launch` and Accelerate are
 measured as a notebook must use them, with forked ranks, which inherit an imported torch (and fail if the notebook has
-used CUDA); the comparison with torchrun is the one between equals.
+used CUDA); the comparison with torchrun is the one between equals. All packages are compiled, as an installation leaves
+them: with PYTHONDONTWRITEBYTECODE a source tree that was edited would be compiled by each process anew.
 """
 
 from __future__ import annotations
 
+import compileall
 import importlib.util
 import subprocess
 import sys
@@ -95,6 +97,10 @@ def bare_interpreter() -> float:
 
 def measure(rounds: int = 5) -> Table:
     """All launchers, and the floor under the launch of a function without torch."""
+    airdist = importlib.util.find_spec("airdist")
+    assert airdist is not None
+    for folder in airdist.submodule_search_locations or ():
+        compileall.compile_dir(folder, quiet=1)
     with tempfile.TemporaryDirectory() as scripts:
         torchrun = Path(scripts, "torchrun.py")
         torchrun.write_text(BODY + "body(sys.argv[1])\n")

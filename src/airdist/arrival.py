@@ -13,11 +13,10 @@ import os
 import socket
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from airdist import processes
-from airdist.agent import AgentSpec, spec_of
 from airdist.devices import allocate
 from airdist.environ import LOOPBACK, SECRET, launch_environ
 from airdist.errors import DeviceError, LaunchError
@@ -26,6 +25,7 @@ from airdist.leader import Leader
 from airdist.link import Door, LinkError, dial, interface_of, own_addresses
 from airdist.mirror import Mirror
 from airdist.rundir import RunDirectory
+from airdist.spec import AgentSpec, spec_of
 from airdist.versions import differences, versions_here
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _prepare(spec: AgentSpec, directory: RunDirectory, interface: str | None) ->
         "cwd": cwd,
         "path": [entry for entry in wanted["path"] if not os.path.exists(entry)],
     }
-    own = replace(
-        spec, run_dir=str(directory.path), nprocs=allocation.nprocs, cwd=cwd, visible=list(masks or ()) or None
+    own = spec._replace(
+        run_dir=str(directory.path), nprocs=allocation.nprocs, cwd=cwd, visible=list(masks or ()) or None
     )
     return _Ready(own, environ, about)

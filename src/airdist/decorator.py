@@ -21,7 +21,10 @@ import types
 import warnings
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
+from airdist.attach import RankWorld, outer_world, run_attached
+from airdist.errors import LaunchError
 from airdist.settings import Settings
+from airdist.start import start_launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -74,9 +77,6 @@ class DistributedFunction(Generic[P, R]):
             RankDiedError: when a rank was killed or crashed.
             Exception: the original exception of the rank that failed first; its traceback there is its `__cause__`.
         """
-        from airdist.attach import RankWorld, outer_world, run_attached  # noqa: PLC0415 - needed by a launch alone
-        from airdist.launch import start_launch  # noqa: PLC0415 - as above
-
         self._check_arguments(args, kwargs)
         world, settings = outer_world(os.environ, self.settings), self.settings
         results: Results[R]
@@ -98,10 +98,6 @@ class DistributedFunction(Generic[P, R]):
         Raises:
             LaunchError: in a process that an outer launcher has started as a rank or a node: there is nothing to start.
         """
-        from airdist.attach import outer_world  # noqa: PLC0415 - as above
-        from airdist.errors import LaunchError  # noqa: PLC0415
-        from airdist.launch import start_launch  # noqa: PLC0415
-
         self._check_arguments(args, kwargs)
         if outer_world(os.environ, self.settings) is not None:
             raise LaunchError(

@@ -10,7 +10,6 @@ holds memory on a GPU that its ranks need.
 from __future__ import annotations
 
 import contextlib
-import csv
 import logging
 import os
 import re
@@ -183,7 +182,7 @@ def _timeout(environ: Mapping[str, str]) -> float:
 
 
 def _rows(text: str) -> list[list[str]]:
-    return [[field.strip() for field in row] for row in csv.reader(text.splitlines()) if row]
+    return [[field.strip() for field in line.split(",")] for line in text.splitlines() if line.strip()]
 
 
 def _parse_gpus(text: str) -> tuple[list[Device], set[str]]:

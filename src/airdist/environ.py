@@ -57,10 +57,10 @@ _HOST_PREFIXES = (
     "BASH_", "CONDA_", "DBUS_", "KUBERNETES_", "LC_", "OMPI_", "PMI", "PMIX_", "PRTE_", "RAY_", "SBATCH_", "SLURM",
     "SPARK_", "SRUN_", "SSH_", "SUBMITIT_", "SUDO_", "SYSTEMD_", "TERM_", "TMUX", "VSCODE_", "XDG_",
 )  # fmt: skip
-_SECRET = re.compile(
+# Compiled at its use: every agent and rank imports this module, and asks it for other things.
+_WITHHELD = (
     r"PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIAL|COOKIE|CONNECTION_STRING|(^|_)(TOKENS?|PAT|AUTH|DSN)(_|$)"
-    r"|(API|ACCESS|ACCOUNT|AUTH|PRIVATE|ENCRYPTION|SAS|SIGNING)_?KEY",
-    re.IGNORECASE,
+    r"|(API|ACCESS|ACCOUNT|AUTH|PRIVATE|ENCRYPTION|SAS|SIGNING)_?KEY"
 )
 # Frameworks that find these take the agent's place in its job step for the rank's in the world.
 _STEP = frozenset({
@@ -76,7 +76,7 @@ def carried(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     What describes this machine, this login or the job that the caller itself runs in stays without a word.
     """
     kept = {name: value for name, value in environ.items() if name not in _HOST and not name.startswith(_HOST_PREFIXES)}
-    withheld = sorted(name for name in kept if _SECRET.search(name))
+    withheld = sorted(name for name in kept if re.search(_WITHHELD, name, re.IGNORECASE))
     return {name: value for name, value in kept.items() if name not in withheld and name != SECRET}, withheld
 
 

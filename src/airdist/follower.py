@@ -17,10 +17,10 @@ from airdist.world import Place
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from airdist.agent import AgentSpec
     from airdist.channel import Channel
     from airdist.mirror import Mirror
     from airdist.rundir import RunDirectory
+    from airdist.spec import AgentSpec
 
 __all__ = ["Follower"]
 

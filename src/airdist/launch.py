@@ -1,8 +1,8 @@
-"""One launch from call to results.
+"""One launch under way, from the start of its agents to its results.
 
-    start_launch ── plan: checks, payload, run directory, MLflow run ── engine ──> agent
-         │                                                                         │ started, log, restarting, ended
-         └─> Launch ── a thread with a Listener, which collects at the end <───────┘
+    start ── plan: checks, payload, run directory, MLflow run ── engine ──> agent
+      │                                                                       │ started, log, restarting, ended
+      └─> Launch ── a thread with a Listener, which collects at the end <─────┘
 
 The listening thread alone moves a launch forward, so that an interrupt, which Python raises in the main thread, can
 never lose half a message. The thread that waits for the result is also the one that displays output.
@@ -19,21 +19,20 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from airdist.collect import collect
-from airdist.display import Display
 from airdist.errors import LaunchCancelledError
 from airdist.listener import Listener
 from airdist.outcome import dump
-from airdist.plan import make_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Generator
     from pathlib import Path
 
+    from airdist.display import Display
+    from airdist.engines.base import Agents
     from airdist.plan import Plan
     from airdist.results import Results
-    from airdist.settings import Settings
 
-__all__ = ["Launch", "start_launch"]
+__all__ = ["Launch"]
 
 logger = logging.getLogger("airdist")
 
@@ -43,30 +42,6 @@ _AGENT_EXIT_SECONDS = 5.0
 _AT_EXIT_SECONDS = 30.0
 
 
-def start_launch(
-    function: Callable[..., R], args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings, *, display: bool
-) -> Launch[R]:
-    """Start the ranks of one launch.
-
-    Args:
-        function: what every rank calls.
-        args: its positional arguments, the same for every rank.
-        kwargs: its keyword arguments.
-        settings: how to launch it.
-        display: whether the caller is going to show output as it comes, by `Launch.watch`.
-
-    Raises:
-        AirdistError: what `airdist.plan.make_plan` raises, before any process exists.
-    """
-    plan = make_plan(function, args, kwargs, settings)
-    try:
-        return Launch(plan, display=display)
-    except BaseException:
-        if plan.run is not None:
-            plan.run.finish("FAILED")
-        raise
-
-
 class Launch(Generic[R]):
     """A launch under way: ask it for its result, wait for it with `await`, or cancel it.
 
@@ -74,15 +49,15 @@ class Launch(Generic[R]):
     what a rank has written so far.
     """
 
-    def __init__(self, plan: Plan, *, display: bool) -> None:
+    def __init__(self, plan: Plan, agents: Agents, display: Display) -> None:
         self._plan = plan
-        self._display = Display(on=display, mode=plan.settings.logs, logs=plan.directory.logs)
+        self._agents = agents
+        self._display = display
         self._started = time.monotonic()
         self._ended = threading.Event()
         self._results: Results[R] | None = None
         self._error: BaseException | None = None
-        self._agents = plan.engine.start(plan.order(forward_logs=self._display.on))
-        self._listener = Listener(plan, self._agents, self._display)
+        self._listener = Listener(plan, agents, display)
         atexit.register(self._at_exit)
         threading.Thread(target=self._listen, name=f"airdist-{plan.name}", daemon=True).start()
 

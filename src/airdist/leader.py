@@ -25,11 +25,11 @@ from airdist.world import Place, RankState
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from airdist.agent import AgentSpec
     from airdist.channel import Channel
     from airdist.link import Door
     from airdist.mirror import Mirror
     from airdist.rundir import RunDirectory
+    from airdist.spec import AgentSpec
 
 __all__ = ["Leader"]
 

@@ -8,11 +8,11 @@ memory and holds no rank up; what has been sent is one number for each file.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from airdist.channel import Channel
 
 __all__ = ["CHUNK", "Mirror"]
@@ -21,14 +21,13 @@ CHUNK = 1 << 17
 _AHEAD = 1 << 20  # bytes that may wait for the link: enough to keep it busy, and little for heartbeats to wait behind
 
 
-@dataclass
 class _Followed:
-    path: Path
-    file: BinaryIO | None = None
-    sent: int = 0
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: BinaryIO | None = None
+        self.sent = 0
 
 
-@dataclass
 class Mirror:
     """Sends files below a directory through a channel.
 
@@ -38,10 +37,11 @@ class Mirror:
         open: whether the other end wants more at present.
     """
 
-    root: Path
-    channel: Channel
-    open: bool = True
-    _files: dict[str, _Followed] = field(default_factory=dict)
+    def __init__(self, root: Path, channel: Channel) -> None:
+        self.root = root
+        self.channel = channel
+        self.open = True
+        self._files: dict[str, _Followed] = {}
 
     def follow(self, path: Path) -> None:
         """Send this file, now and whenever it has grown."""

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO
 
 from airdist import processes
@@ -25,8 +24,8 @@ from airdist.world import RankState
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from airdist.agent import AgentSpec
     from airdist.rundir import RunDirectory
+    from airdist.spec import AgentSpec
     from airdist.world import Place
 
 __all__ = ["Node", "Rank"]
@@ -35,15 +34,38 @@ _READ = 1 << 16
 _DISPLAY_BYTES = 4 << 20  # output on its way to a caller that is not reading; more is shown only by the file
 
 
-@dataclass(kw_only=True)
 class Rank(RankState):
-    """One rank that this agent has started."""
+    """One rank that this agent has started.
 
-    process: subprocess.Popen[bytes]
-    control: Channel
-    log: BinaryIO
-    pipes: dict[int, int] = field(default_factory=dict)
-    ready: bool = False
+    Args:
+        place: where its node stands.
+        local_rank: its rank there.
+        host: name of its machine.
+        process: the rank.
+        control: how it talks to this agent.
+        log: file of its complete output.
+
+    Attributes:
+        pipes: stream (1 or 2) of each descriptor that its output comes from.
+        ready: whether its program has begun.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        local_rank: int,
+        host: str,
+        *,
+        process: subprocess.Popen[bytes],
+        control: Channel,
+        log: BinaryIO,
+    ) -> None:
+        super().__init__(place.first + local_rank, place.node, host)
+        self.process = process
+        self.control = control
+        self.log = log
+        self.pipes: dict[int, int] = {}
+        self.ready = False
 
 
 class Node:
@@ -118,7 +140,7 @@ class Node:
         theirs.close()
         os.set_blocking(ours.fileno(), False)
         log = self._directory.log(number, place.attempt).open("ab", buffering=0)
-        rank = Rank(number, place.node, self._host, process=process, control=Channel(ours), log=log)
+        rank = Rank(place, local_rank, self._host, process=process, control=Channel(ours), log=log)
         assert process.stdout is not None
         assert process.stderr is not None
         rank.pipes = {process.stdout.fileno(): 1, process.stderr.fileno(): 2}

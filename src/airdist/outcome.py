@@ -12,9 +12,8 @@ import pickle
 import socket
 import sys
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import cloudpickle
 
@@ -31,23 +30,20 @@ _SUMMARY_CHARACTERS = 500
 _PACKAGE = str(Path(__file__).parent)
 
 
-@dataclass(frozen=True)
-class Returned:
+class Returned(NamedTuple):
     """The function returned."""
 
     value: Any
 
 
-@dataclass(frozen=True)
-class Raised:
+class Raised(NamedTuple):
     """The function raised, or could not even be loaded."""
 
     error: BaseException
     while_loading: bool = False
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """What is known of an outcome without unpickling anything of the user's.
 
     Attributes:
@@ -204,8 +200,7 @@ def _survives(candidate: BaseException | _Bare, error: BaseException) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class _Bare:
+class _Bare(NamedTuple):
     """Pickles as an exception that is rebuilt without calling its constructor."""
 
     kind: type[Exception]

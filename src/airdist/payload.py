@@ -17,10 +17,9 @@ import sys
 import threading
 import warnings
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from airdist.caller_main import definition
 from airdist.captures import captures, largest, unpicklable
@@ -42,8 +41,7 @@ LIMIT_BYTES = 1 << 30
 _registering = threading.Lock()
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """What a rank takes over from its caller before it can unpickle anything of the user's.
 
     Attributes:
@@ -83,8 +81,7 @@ class Context:
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A function, by value or as a name, and what to call it with."""
 
     function: Callable[..., Any] | Name
@@ -102,8 +99,7 @@ class Call:
         return found if found.get("__name__") == "__main__" else {}
 
 
-@dataclass(frozen=True)
-class Name:
+class Name(NamedTuple):
     """Where an importable function is found."""
 
     module: str

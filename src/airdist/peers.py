@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import selectors
 import time
-from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from airdist.mirror import Mirror
@@ -18,10 +17,10 @@ from airdist.pulse import Pulse
 from airdist.world import RankState
 
 if TYPE_CHECKING:
-    from airdist.agent import AgentSpec
     from airdist.channel import Channel
     from airdist.link import Door
     from airdist.rundir import RunDirectory
+    from airdist.spec import AgentSpec
 
 __all__ = ["Peers"]
 
@@ -29,20 +28,20 @@ _HOLD_BYTES = 8 << 20  # on their way to a caller that is not reading: the other
 _PASSED_ON = frozenset({"log", "file", "started", "node"})
 
 
-@dataclass
 class _Peer:
     """One other node."""
 
-    node: int
-    host: str
-    channel: Channel
-    pulse: Pulse
-    payload: Mirror
-    nprocs: int | None = None
-    ranks: dict[int, RankState] = field(default_factory=dict)
-    lost: str = ""
-    stacks: bool = False
-    clear: bool = False
+    def __init__(self, node: int, host: str, channel: Channel, pulse: Pulse, payload: Mirror) -> None:
+        self.node = node
+        self.host = host
+        self.channel = channel
+        self.pulse = pulse
+        self.payload = payload
+        self.nprocs: int | None = None
+        self.ranks: dict[int, RankState] = {}
+        self.lost = ""
+        self.stacks = False
+        self.clear = False
 
 
 class Peers:
@@ -207,7 +206,7 @@ class Peers:
         peer = _Peer(node, host, channel, Pulse(channel, self._spec.heartbeat), payload)
         self._peers[node] = peer
         self._selector.modify(channel, selectors.EVENT_READ, lambda: self._on_peer(peer))
-        channel.send("spec", payload=self._directory.payload.stat().st_size, **asdict(self._spec))
+        channel.send("spec", payload=self._directory.payload.stat().st_size, **self._spec._asdict())
         payload.follow(self._directory.payload)
 
     def _on_peer(self, peer: _Peer) -> None:

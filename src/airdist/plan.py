@@ -11,7 +11,6 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from airdist.agent import AgentSpec
 from airdist.devices import allocate, check_accelerator_type
 from airdist.engines import choose_engine
 from airdist.engines.base import Order
@@ -19,6 +18,7 @@ from airdist.environ import LOOPBACK, carried, launch_environ
 from airdist.errors import LaunchError
 from airdist.payload import pack
 from airdist.rundir import RunDirectory, run_root
+from airdist.spec import AgentSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -82,7 +82,7 @@ class Plan:
         limits = {key: settings.engine_options[key] for key in _LIMITS if settings.engine_options.get(key)}
         job = self.directory.path.name
         environ = self._environ() if self.engine.local else {}
-        return Order(job, replace(spec, **limits), self.directory.path, environ, settings.engine_options)
+        return Order(job, spec._replace(**limits), self.directory.path, environ, settings.engine_options)
 
     def _overrides(self) -> dict[str, str]:
         return {**self.settings.env, **(self.run.env() if self.run else {})}

@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["RunDirectory", "run_root"]
 
-_FILE = re.compile(r"payload\.pkl|logs/rank-[\d.]+(log|stacks)|results/rank-[\d.]+pkl")
+_FILE = r"payload\.pkl|logs/rank-[\d.]+(log|stacks)|results/rank-[\d.]+pkl"
 
 
 def run_root(environ: Mapping[str, str]) -> Path:
@@ -37,8 +35,7 @@ def run_root(environ: Mapping[str, str]) -> Path:
     return Path(state).expanduser().absolute() / "airdist" / "runs"
 
 
-@dataclass(frozen=True)
-class RunDirectory:
+class RunDirectory(NamedTuple):
     """Knows the paths of one launch, and touches nothing but what its verbs name.
 
     Attributes:
@@ -86,7 +83,7 @@ class RunDirectory:
         Raises:
             ValueError: for a name that is not one of those that a run directory has.
         """
-        if not _FILE.fullmatch(name):
+        if not re.fullmatch(_FILE, name):
             raise ValueError(f"{name!r} is no file of a run directory")
         mode = "r+b" if (self.path / name).exists() else "wb"
         with (self.path / name).open(mode) as file:
@@ -123,11 +120,11 @@ class RunDirectory:
     def remove_data(self) -> None:
         """Remove payload and results, which a finished launch no longer needs; logs stay."""
         self.payload.unlink(missing_ok=True)
-        shutil.rmtree(self._results, ignore_errors=True)
+        _remove_tree(self._results)
 
     def remove(self) -> None:
         """Remove everything, once the caller has it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove_tree(self.path)
 
     def remove_empty_logs(self) -> None:
         """Remove what the agent and its ranks had open for the case of trouble, where there was none."""
@@ -138,3 +135,9 @@ class RunDirectory:
     @property
     def _results(self) -> Path:
         return self.path / "results"
+
+
+def _remove_tree(path: Path) -> None:
+    import shutil  # noqa: PLC0415 - with its compressors 4 ms, which agents and ranks need not take
+
+    shutil.rmtree(path, ignore_errors=True)

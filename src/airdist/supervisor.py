@@ -15,10 +15,10 @@ from airdist.node import Node
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from airdist.agent import AgentSpec
     from airdist.channel import Channel
     from airdist.mirror import Mirror
     from airdist.rundir import RunDirectory
+    from airdist.spec import AgentSpec
 
 __all__ = ["ORPHAN_GRACE_SECONDS", "TICK_SECONDS", "Supervisor"]
 

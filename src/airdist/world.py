@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["Place", "RankState"]
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A node's share of an attempt.
 
     Attributes:
@@ -29,7 +27,9 @@ class Place:
     address: tuple[str, int]
 
 
-@dataclass
+_REPORTED = ("rank", "node", "host", "outcome", "summary", "returncode", "stopped", "lost", "at")
+
+
 class RankState:
     """How far one rank of one attempt has come.
 
@@ -45,15 +45,28 @@ class RankState:
         at: time of the outcome or, for want of one, of the end, on the clock that all processes of a host share.
     """
 
-    rank: int
-    node: int = 0
-    host: str = ""
-    outcome: str | None = None
-    summary: str = ""
-    returncode: int | None = None
-    stopped: bool = False
-    lost: str = ""
-    at: float = 0.0
+    def __init__(
+        self,
+        rank: int,
+        node: int = 0,
+        host: str = "",
+        *,
+        outcome: str | None = None,
+        summary: str = "",
+        returncode: int | None = None,
+        stopped: bool = False,
+        lost: str = "",
+        at: float = 0.0,
+    ) -> None:
+        self.rank = rank
+        self.node = node
+        self.host = host
+        self.outcome = outcome
+        self.summary = summary
+        self.returncode = returncode
+        self.stopped = stopped
+        self.lost = lost
+        self.at = at
 
     @property
     def failed(self) -> bool:
@@ -73,4 +86,4 @@ class RankState:
 
     def report(self) -> dict[str, Any]:
         """What an owner is told of it."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(RankState)}
+        return {name: getattr(self, name) for name in _REPORTED}

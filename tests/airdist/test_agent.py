@@ -9,13 +9,13 @@ import time
 import psutil
 import pytest
 
-from airdist.agent import AgentSpec
 from airdist.channel import Channel
 from airdist.engines.base import Order
 from airdist.engines.local import LocalEngine
 from airdist.environ import launch_environ
 from airdist.payload import pack
 from airdist.rundir import RunDirectory
+from airdist.spec import AgentSpec
 
 
 @pytest.fixture

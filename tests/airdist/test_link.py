@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from airdist.agent import AgentSpec
 from airdist.channel import Channel
 from airdist.link import Door, LinkError, dial, interface_of, own_addresses
 from airdist.peers import Peers
 from airdist.pulse import Pulse
 from airdist.rundir import RunDirectory
+from airdist.spec import AgentSpec
 
 SECRET = "s" * 64
 

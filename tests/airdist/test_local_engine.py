@@ -6,12 +6,12 @@ import time
 import pytest
 
 from airdist import LaunchError
-from airdist.agent import AgentSpec
 from airdist.engines import choose_engine
 from airdist.engines.base import Order
 from airdist.engines.local import LocalEngine
 from airdist.payload import pack
 from airdist.rundir import RunDirectory, run_root
+from airdist.spec import AgentSpec
 
 
 def start(root, function, *args, environ=None):

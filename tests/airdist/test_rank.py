@@ -1,5 +1,6 @@
 """Inside a rank: its environment, its imports, its store, and how it leaves."""
 
+import gc
 import os
 import pickle
 import sys
@@ -41,6 +42,10 @@ def test_ranks_find_the_environment_that_torchrun_gives():
         }
         assert {name: environ[name] for name in expected} == {name: str(value) for name, value in expected.items()}
     assert first["MASTER_PORT"] == second["MASTER_PORT"]
+
+
+def test_the_garbage_collector_works_in_a_rank_although_its_start_goes_without():
+    assert two(gc.isenabled).distributed() == [True, True]
 
 
 def test_the_callers_environment_is_taken_at_the_call_and_additions_win(monkeypatch):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from airdist.agent import AgentSpec
     from airdist.channel import Channel
+    from airdist.spec import AgentSpec
 
 __all__ = ["Agents", "Engine", "HasFileno", "Order"]
 

@@ -8,13 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from airdist import processes
 from airdist.channel import Channel
 from airdist.errors import LaunchError
-from airdist.failure import tail
 from airdist.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -53,6 +52,8 @@ class LocalAgent:
 
     def words(self) -> str:
         """The end of its output."""
+        from airdist.failure import tail  # noqa: PLC0415 - for an agent that died
+
         return "; ".join(tail(self.directory.agent_log))
 
     def again(self, *, attempt: int, timeout: float | None) -> bool:  # noqa: ARG002 - the protocol's
@@ -104,5 +105,5 @@ class LocalEngine:
                 start_new_session=True,
             )
         channel = Channel(ours)
-        channel.send("spec", **asdict(replace(order.spec, owner=os.getpid())))
+        channel.send("spec", **order.spec._replace(owner=os.getpid())._asdict())
         return LocalAgent(channel, process, directory)

@@ -82,7 +82,7 @@ class RayEngine(RemoteEngine):
         remote["overrides"] = {**variables, **remote["overrides"]}
         # It holds the node's own way to what `runtime_env` has brought there; the caller's `sys.path` travels anyway.
         remote["environ"] = {name: value for name, value in remote["environ"].items() if name != "PYTHONPATH"}
-        return super().start(replace(order, spec=replace(order.spec, remote=remote)))
+        return super().start(replace(order, spec=order.spec._replace(remote=remote)))
 
     def spawn(self, command: AgentCommand) -> _Driver:
         """Start the driver."""

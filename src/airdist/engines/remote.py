@@ -18,7 +18,6 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from airdist.engines.command import COMMON_OPTIONS, AgentCommand, Meeting, Spawned
@@ -160,7 +159,7 @@ class RemoteAgents:
             self._channel.close()
         self._channel = self._pulse = self._payload = None
         self._leader_at = []
-        self._spec = replace(self._spec, attempt=attempt, timeout=timeout)
+        self._spec = self._spec._replace(attempt=attempt, timeout=timeout)
         self._since = self._asked = time.monotonic()
         return True
 
@@ -221,7 +220,7 @@ class RemoteAgents:
         self._pulse = Pulse(channel, self._patience)
         self._payload = Mirror(self._order.directory, channel)
         payload = self._order.directory / "payload.pkl"
-        channel.send("spec", payload=payload.stat().st_size, **asdict(self._spec))
+        channel.send("spec", payload=payload.stat().st_size, **self._spec._asdict())
         self._payload.follow(payload)
         self._selector.modify(channel, selectors.EVENT_WRITE)
         self._channel = channel

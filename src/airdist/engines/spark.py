@@ -69,7 +69,7 @@ class SparkEngine(RemoteEngine):
         """As every engine of several machines; the executors' own search path stays, the caller's travels anyway."""
         assert order.spec.remote is not None
         environ = {name: value for name, value in order.spec.remote["environ"].items() if name != "PYTHONPATH"}
-        return super().start(replace(order, spec=replace(order.spec, remote={**order.spec.remote, "environ": environ})))
+        return super().start(replace(order, spec=order.spec._replace(remote={**order.spec.remote, "environ": environ})))
 
     def spawn(self, command: AgentCommand) -> _Job:
         """Submit the job."""
