@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import airdata
 from airdata.manifest import Manifest
+from airdata.reading import fetches_at_once
 from airdata.transport import FileInfo, open_transport
 from airdata.volume import Volume
 
@@ -161,8 +162,7 @@ def with_bare_loop(bucket: Bucket) -> Cost:
             transport.get(file.path, path, file.version)
             return read(path)
 
-        # What airdata has in flight by default.
-        with ThreadPoolExecutor(max(64 // bucket.workers, 32)) as threads:
+        with ThreadPoolExecutor(fetches_at_once(None, bucket.workers)) as threads:
             for _ in threads.map(one, share):
                 pass
 

@@ -21,7 +21,7 @@ from airdata.prefetch import Prefetcher
 from airdata.state import Place, Start
 from airdata.transport import FileInfo
 
-__all__ = ["OnError", "Reader", "Reading"]
+__all__ = ["OnError", "Reader", "Reading", "fetches_at_once"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,11 +45,10 @@ class Reading:
     prefetch_bytes: int
     yields: Yields
 
-    def fetches(self, sharers: int) -> int:
-        """Files that one of so many processes of a node may fetch at once."""
-        if self.prefetch is None:
-            return max(_PREFETCH_NODE // sharers, _PREFETCH_PROCESS)
-        return max(1, self.prefetch // sharers)
+
+def fetches_at_once(prefetch: int | None, sharers: int) -> int:
+    """Files that one of so many processes of a node may fetch at once, given the node's limit or None."""
+    return max(_PREFETCH_NODE // sharers, _PREFETCH_PROCESS) if prefetch is None else max(1, prefetch // sharers)
 
 
 class Reader:
@@ -154,7 +153,7 @@ class Reader:
             plan,
             self._files.open,
             # The budget is the node's, since it is the source and the network that would be overrun.
-            max_files=self._reading.fetches(sharers),
+            max_files=fetches_at_once(self._reading.prefetch, sharers),
             max_bytes=max(1, self._reading.prefetch_bytes // sharers),
             timeout=STALL_SECONDS,
             find=self._files.find,

@@ -93,6 +93,10 @@ class Volume:
         """The full path or URL of a file, given its path in the volume with ``/`` as separator."""
         return f"{self.url.rstrip('/')}/{relative}" if relative else self.url
 
+    def safe_join(self, relative: str) -> str:
+        """The same, fit for a message; see :func:`safe_url`."""
+        return safe_url(self.join(relative))
+
     def child(self, relative: str) -> Volume:
         """The volume rooted at a folder of this one."""
         return replace(self, url=self.join(relative), name=f"{self.name.rstrip('/')}/{relative}")

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from airdist import errors
-from airdist.errors import AirdistError, DistributedTimeoutError, LaunchCancelledError, LaunchError, NodeLostError
+from airdist.errors import (
+    AirdistError,
+    DistributedTimeoutError,
+    LaunchCancelledError,
+    LaunchError,
+    NodeLostError,
+    RankDiedError,
+)
 from airdist.failure import LaunchFailure, RankFailure, cause, death, explain, tail
 from airdist.outcome import read
 from airdist.results import Results
@@ -41,7 +48,7 @@ def collect(ended: Mapping[str, Any], directory: RunDirectory, *, timeout: float
         _sort_out(rank, directory, attempt, results, failures)
     reason = ended["reason"]
     if reason == "terminated":  # ranks that heard of it before their agent did have not failed
-        failures = [failure for failure in failures if getattr(failure.error, "signal", None) != signal.SIGTERM]
+        failures = [failure for failure in failures if not _was_asked_to_end(failure.error)]
     if reason in {"refused", "absent"}:
         raise _not_started(ended)
     if reason == "timeout":
@@ -58,6 +65,10 @@ def collect(ended: Mapping[str, Any], directory: RunDirectory, *, timeout: float
         error = LaunchCancelledError(f"the launch was {how}; logs: {directory.logs}")
     error.launch = LaunchFailure(directory.path, tuple(failures), results)  # type: ignore[attr-defined]
     raise error
+
+
+def _was_asked_to_end(error: BaseException) -> bool:
+    return isinstance(error, RankDiedError) and error.signal == signal.SIGTERM
 
 
 def _sort_out(

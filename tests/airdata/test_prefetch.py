@@ -19,7 +19,7 @@ from airdata.cache.transit import in_transit
 from airdata.errors import StalledError
 from airdata.metrics import Counters
 from airdata.prefetch import Prefetcher
-from airdata.reading import Reading
+from airdata.reading import fetches_at_once
 from airdata.transport import FileInfo
 
 
@@ -397,4 +397,4 @@ def test_counters_tell_hits_from_misses() -> None:
     [(None, 1, 64), (None, 4, 32), (None, 48, 32), (16, 4, 4), (1, 8, 1), (256, 2, 128)],
 )
 def test_a_process_may_fetch_its_share_of_the_node_s_limit_and_by_default_enough(prefetch, sharers, files) -> None:
-    assert Reading(False, 0, "raise", 0, prefetch, 1, "path").fetches(sharers) == files
+    assert fetches_at_once(prefetch, sharers) == files

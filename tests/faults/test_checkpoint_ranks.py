@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import re
-import sys
 import time
 from pathlib import Path
 
+import checkpoint_ranks as jobs
 import pytest
 
 from airdata.checkpoint import CheckpointManager, layout
 from airdata.transport import open_transport
-
-_SOURCE = Path(__file__).parent / "checkpoint_ranks.py"
-_spec = importlib.util.spec_from_file_location("airdata_checkpoint_ranks", _SOURCE)
-jobs = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = jobs  # where dataclasses look for their annotations
-_spec.loader.exec_module(jobs)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:checkpoints under"),

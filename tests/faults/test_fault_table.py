@@ -7,19 +7,14 @@ Every fault is made to happen, on both sides, and what came of it is put in word
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import checkpoint_faults as acts
 import pytest
 import torch
-
-ACTS = Path(__file__).parent / "checkpoint_faults.py"
-_spec = importlib.util.spec_from_file_location("airdata_checkpoint_faults", ACTS)
-acts = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(acts)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -92,7 +87,7 @@ class Bench:
     def run(self, *arguments, ranks=1):
         meet = str(self.folder / f"meet{self.number()}")
         commands = [
-            [sys.executable, str(ACTS), *arguments, *([meet, str(r)] if ranks > 1 else [])] for r in range(ranks)
+            [sys.executable, acts.__file__, *arguments, *([meet, str(r)] if ranks > 1 else [])] for r in range(ranks)
         ]
         environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         processes = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ) for c in commands]  # fmt: skip

@@ -39,7 +39,6 @@ from airdata.cache.upkeep import SourceInfo, measure
 from airdata.cache.usage import Limits
 from airdata.errors import FetchError
 from airdata.transport import FileInfo, Transport
-from airdata.volume import safe_url
 
 __all__ = [
     "CacheInfo",
@@ -160,7 +159,7 @@ class VolumeCache:
                 )
         reasons = "; ".join(map(str, troubles))
         raise FetchError(
-            f"{safe_url(transport.volume.join(file.path))}: no place on this machine for its {file.size} bytes: "
+            f"{transport.volume.safe_join(file.path)}: no place on this machine for its {file.size} bytes: "
             f"{reasons}. Free some space, or set {DIRECTORY_VARIABLE} or TMPDIR to a larger disk.",
             file.path,
         ) from troubles[0]

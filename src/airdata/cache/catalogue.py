@@ -133,5 +133,4 @@ def _note_fork() -> None:
 
 _forked = False
 _lost = threading.Event()  # set once the catalogue has been given up in this process
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
+os.register_at_fork(after_in_child=_note_fork)

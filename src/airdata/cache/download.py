@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from airdata.errors import SourceChangedError
 from airdata.transport import FileInfo, Transport
-from airdata.volume import safe_url
 
 __all__ = ["download", "grows", "size_on_disk"]
 
@@ -26,18 +25,14 @@ def download(transport: Transport, file: FileInfo, part: str) -> None:
         if not os.path.exists(part):
             raise  # it was our side that vanished
         raise SourceChangedError(
-            f"{_name(transport, file)}: it was listed with {file.size} bytes and is gone"
+            f"{transport.volume.safe_join(file.path)}: it was listed with {file.size} bytes and is gone"
         ) from error
     size = os.stat(part).st_size
     if size != file.size:
         raise SourceChangedError(
-            f"{_name(transport, file)}: it was listed with {file.size} bytes and {size} came. The file was replaced "
-            "since the listing, or the source answered short; list the volume again."
+            f"{transport.volume.safe_join(file.path)}: it was listed with {file.size} bytes and {size} came. "
+            "The file was replaced since the listing, or the source answered short; list the volume again."
         )
-
-
-def _name(transport: Transport, file: FileInfo) -> str:
-    return safe_url(transport.volume.join(file.path))
 
 
 def size_on_disk(path: str) -> int:

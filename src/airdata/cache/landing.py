@@ -1,4 +1,4 @@
-"""How a download becomes an entry: in one act, over nothing that somebody may be reading."""
+"""How a download begins, and becomes an entry: in one act, over nothing that somebody may be reading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ import time
 from airdata.cache.names import EntryName
 from airdata.cache.root import Layout
 
-__all__ = ["move", "settle_down"]
+__all__ = ["begin", "settle_down"]
+
+
+def begin(part: str) -> None:
+    """Make the empty file that is downloaded to; to be called by the holder of the entry's lock."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        os.close(os.open(part, flags, 0o600))
+    except FileExistsError:
+        # Of a process that died; never written to, since it may be another name of an entry by now.
+        os.unlink(part)
+        os.close(os.open(part, flags, 0o600))
 
 
 def settle_down(part: str, name: EntryName, layout: Layout) -> str:
@@ -40,11 +51,7 @@ def settle_down(part: str, name: EntryName, layout: Layout) -> str:
         else:
             _forget(part)
             return first
-    return move(part, layout.other(name))
-
-
-def move(part: str, path: str) -> str:
-    """Make a download visible under a path that belongs to this version of the file alone."""
+    path = layout.other(name)
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     os.replace(part, path)
     return path

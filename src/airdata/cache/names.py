@@ -65,7 +65,7 @@ class EntryName(NamedTuple):
 
     def stamped(self, time: int) -> bool:
         """Whether a modification time, in ns since the epoch, is a stamp of this version."""
-        return (time - int(self.digest[:14], 16)) % _STAMPS == 0
+        return self.stamp(time) == time
 
 
 def generation_name(url: str) -> str:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from airdata.cache.catalogue import Catalogue
 from airdata.cache.download import download, grows, size_on_disk
-from airdata.cache.landing import move, settle_down
+from airdata.cache.landing import begin, settle_down
 from airdata.cache.lease import CachedFile
 from airdata.cache.locks import LockFile, locks_exclude, wait_for
 from airdata.cache.names import EntryName, entry_name, generation_name, lock_bytes
@@ -254,7 +254,9 @@ class Store:
     def _fetch_to_stay(self, transport: Transport, file: FileInfo, name: EntryName) -> str:
         stays = False
         try:
-            path = self._fetch(transport, file, name, lambda part: settle_down(part, name, self.layout))
+            with self._new_part(name) as part:
+                download(transport, file, part)
+                path = settle_down(part, name, self.layout)
             stays = True
             return path
         finally:
@@ -266,34 +268,30 @@ class Store:
         try:
             hit = size_on_disk(path) == file.size
             if not hit:
-                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)  # before the source is asked
-                self._fetch(transport, file, name, lambda part: move(part, path))
+                with self._new_part(name) as part:
+                    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                    download(transport, file, part)
+                    os.replace(part, path)
         except BaseException:
             self._end_passing(name)
             raise
         return CachedFile(path, file.size, hit, partial(self._end_passing, name))
 
-    def _make_part(self, part: str) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            os.close(os.open(part, flags, 0o600))
-        except FileExistsError:
-            # Of a process that died; never written to, since it may be another name of an entry by now.
-            os.unlink(part)
-            os.close(os.open(part, flags, 0o600))
-        if not self._locks.is_current():
-            raise FileNotFoundError(errno.ENOENT, "the cache directory was removed", self.layout.root)
-
-    def _fetch(self, transport: Transport, file: FileInfo, name: EntryName, publish: Callable[[str], str]) -> str:
-        """Download, check, and make visible in one act; where it lies."""
+    @contextlib.contextmanager
+    def _new_part(self, name: EntryName) -> Iterator[str]:
+        """An empty file to download to and then to make visible in one act; removed when that fails."""
         part = self.layout.part(name)
         try:
-            # Here, so that what is wrong with the disk shows before the source is asked.
-            self._make_part(part)
-            download(transport, file, part)
-            # No fsync: after a power cut the entry may be short, and the size is checked at every hit.
-            return publish(part)
+            # Before the source is asked, so that what is wrong with the disk shows. Nothing is ever synced: after a
+            # power cut an entry may be short, and the size is checked at every hit.
+            begin(part)
+            self._check_directory()
+            yield part
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(part)
             raise
+
+    def _check_directory(self) -> None:
+        if not self._locks.is_current():
+            raise FileNotFoundError(errno.ENOENT, "the cache directory was removed", self.layout.root)

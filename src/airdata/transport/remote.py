@@ -222,4 +222,4 @@ class FsspecTransport:
         self.retries += 1  # one may be lost between threads, which no reader of this number will mind
 
     def _name(self, path: str) -> str:
-        return safe_url(self.volume.join(path))
+        return self.volume.safe_join(path)
