@@ -1,4 +1,4 @@
-"""From the call to the first line after an all-reduce: torchrun, and ours, on one GPU, two, four and so on.
+"""From the call to the first line after an all-reduce: torchrun, ours and no launcher, on one GPU, two, four and so on.
 
 Each measurement is a new process, as a script or the first launch of a notebook is. What it runs is a function of the
 script itself, with a model class beside it, as in a notebook: both travel by value.
@@ -37,6 +37,24 @@ def body(folder):
     dist.destroy_process_group()
 """
 TORCHRUN = f"{BODY}\nbody(sys.argv[1])\n"
+# What no launcher can be quicker than: the ranks alone, with what they need in their environment.
+BY_HAND = f"""{BODY}
+import socket, subprocess
+
+if "RANK" in os.environ:
+    body(sys.argv[1])
+else:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]), WORLD_SIZE=sys.argv[2])
+    with open(os.path.join(sys.argv[1], "start"), "w") as file:
+        file.write(repr(time.monotonic()))
+    ranks = [
+        subprocess.Popen([sys.executable, *sys.argv], env={{**os.environ, **meeting, "RANK": n, "LOCAL_RANK": n}})
+        for n in map(str, range(int(sys.argv[2])))
+    ]
+    sys.exit(any([rank.wait() for rank in ranks]))
+"""
 OURS = f"""{BODY}
 from airdist import distributed
 
@@ -95,17 +113,20 @@ if __name__ == "__main__":
 def first_lines(setting: Setting) -> Result:
     """The example, then both sides in turns for each number of ranks."""
     result = Result(
-        "From the call to the first line after an all-reduce", ["ranks", "torchrun, s", "airdist, s", "ratio"]
+        "From the call to the first line after an all-reduce",
+        ["ranks", "torchrun, s", "airdist, s", "no launcher, s", "torchrun over airdist", "no launcher over airdist"],
     )
-    scripts = {name: setting.path(f"run_{name}.py") for name in ("torchrun", "airdist", "mlp")}
-    for name, text in (("torchrun", TORCHRUN), ("airdist", OURS), ("mlp", MLP)):
+    texts = {"torchrun": TORCHRUN, "airdist": OURS, "by hand": BY_HAND, "mlp": MLP}
+    scripts = {name: setting.path(f"run_{name.replace(' ', '_')}.py") for name in texts}
+    for name, text in texts.items():
         Path(scripts[name]).write_text(text, encoding="utf-8")
     mlp = run([sys.executable, scripts["mlp"], str(setting.ranks)], setting)
     result.checks.append((f"a script's own model class and functions train with DDP on {setting.ranks} ranks", mlp))
     counts = sorted({min(2**n, setting.ranks) for n in range(setting.ranks.bit_length() + 1)})
     for count in counts:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", scripts["torchrun"]]
-        sides = {"torchrun": [sys.executable, *torchrun], "airdist": [sys.executable, scripts["airdist"]]}
+        sides = {name: [sys.executable, scripts[name]] for name in ("airdist", "by hand")}
+        sides["torchrun"] = [sys.executable, *torchrun]
         times: dict[str, list[float]] = {name: [] for name in sides}
         for done in range(ROUNDS):
             if done and time.monotonic() > setting.deadline:
@@ -113,11 +134,15 @@ def first_lines(setting: Setting) -> Result:
             for name, command in sides.items():
                 times[name].append(once(command, count, setting))
         medians = {name: statistics.median(values) for name, values in times.items()}
-        result.rows.append([count, medians["torchrun"], medians["airdist"], medians["torchrun"] / medians["airdist"]])
+        torchrun, ours, alone = (medians[name] for name in ("torchrun", "airdist", "by hand"))
+        result.rows.append([count, torchrun, ours, alone, torchrun / ours, alone / ours])
         result.bars |= {f"{name}, {count} ranks": median for name, median in medians.items()}
         if count == 2:
-            result.check_at_least("torchrun over airdist, 2 ranks", medians["torchrun"] / medians["airdist"], 2.0)
-    result.notes.append(f"medians of up to {ROUNDS}, in turns")
+            result.check_at_least("torchrun over airdist, 2 ranks", torchrun / ours, 2.0)
+    result.notes += [
+        f"medians of up to {ROUNDS}, in turns",
+        "no launcher: the ranks alone, started by hand; they import torch, take their GPU and meet",
+    ]
     return result
 
 

@@ -1,7 +1,7 @@
 """Everything that must hold on GPUs, on one machine with any number of them: tables, JSON and a plot.
 
     python benchmarks/gpu/run.py                            every visible GPU, all sections, within nine minutes
-    python benchmarks/gpu/run.py --only stall,feeding --gib 64 --seconds 1500
+    python benchmarks/gpu/run.py --only stall,feeding --gib 64 --seconds 1500     what --out has of the others stays
     python benchmarks/gpu/run.py --device cpu --ranks 2     the same code with gloo and small sizes, to try it out
 
 Each section runs in a process of its own with a limit of its own. Its tables are shown as soon as they are there, and
@@ -79,7 +79,7 @@ def run_sections(base: Setting, chosen: list[str], out: Path) -> bool:
     kind = machine.describe(base)
     print("  ".join(f"{name}: {value};" for name, value in kind.items()), flush=True)
     shares = {name: RESHARD_SHARE if name == "reshard" and base.ranks > 1 else SECTIONS[name] for name in chosen}
-    found: dict[str, list[Result]] = {}
+    found = earlier(out, kind, chosen)
     whole = True
     for name in chosen:
         began = time.monotonic()
@@ -112,7 +112,7 @@ def run_section(name: str, setting: Setting, limit: float, out: Path, found: dic
         "GIT_PYTHON_REFRESH": "quiet",
     }
     log = Path(f"{setting.work}.log")
-    answers = found.setdefault(name, [])
+    answers = found[name] = []
 
     def show_what_came() -> None:
         for result in results.arrived(setting.report, len(answers)):
@@ -140,8 +140,19 @@ def run_section(name: str, setting: Setting, limit: float, out: Path, found: dic
     return f"{name} {end}; the end of its output, all of which is in {kept.name}:\n{words[-3000:]}"
 
 
+def earlier(out: Path, kind: dict[str, object], chosen: list[str]) -> dict[str, list[Result]]:
+    """What an earlier run with the same kind of machine found in the sections that do not run now."""
+    if not (out / "results.json").exists():
+        return {}
+    data = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    same = all(data["machine"].get(name) == kind[name] for name in ("GPUs", "ranks", "state, GiB", "torch"))
+    others = {name: answers for name, answers in data["sections"].items() if same and name not in chosen}
+    return {name: [Result(**answer) for answer in answers] for name, answers in others.items()}
+
+
 def save(kind: dict[str, object], found: dict[str, list[Result]], out: Path) -> None:
     """Write what there is: markdown, JSON and, where matplotlib is there, a picture."""
+    found = {name: found[name] for name in SECTIONS if name in found}
     about = "\n".join(f"* {name}: {value}" for name, value in kind.items())
     tables = "\n".join(f"## {name}\n\n" + "\n".join(r.markdown() for r in answers) for name, answers in found.items())
     (out / "tables.md").write_text(f"# On GPUs\n\n{about}\n\n{tables}", encoding="utf-8")

@@ -62,3 +62,11 @@ def test_a_section_that_fails_is_shown_with_its_words_and_the_next_one_runs(tmp_
     assert "abacus" in failed["rows"][0][0]
     assert "abacus" in (tmp_path / "out" / "training.log").read_text()
     assert "needs more than one rank" in found["reshard"][0]["rows"][0][0]
+
+
+def test_a_section_that_runs_again_leaves_what_was_found_in_the_others(tmp_path):
+    for section in ("reshard", "metrics"):
+        status, output, found = run(tmp_path, "--only", section, "--ranks", "1", "--seconds", "300")
+        assert status == 0, output
+    assert list(found) == ["reshard", "metrics"]
+    assert found["reshard"][0]["title"] in (tmp_path / "out" / "tables.md").read_text()
