@@ -95,16 +95,16 @@ class Ours(IterableDataset):
 
 
 class Stock(Dataset):
-    """(image, label) of files read from the same store, one after another in each worker, as from a mount."""
+    """(image, label) of files read one after another in each worker: from the store, as from a mount, or a folder."""
 
-    def __init__(self, url: str, names: list[str]) -> None:
-        self.url, self.names = url, names
+    def __init__(self, place: str, names: list[str]) -> None:
+        self.place, self.names = place, names
         self._store: Any = None
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        self._store = self._store or fsspec.core.url_to_fs(self.url)[0]
+        self._store = self._store or fsspec.core.url_to_fs(self.place)[0]
         name = self.names[index]
-        return decode(self._store.cat_file(f"{self.url}/{name}")), int(name.split("/")[0])
+        return decode(self._store.cat_file(f"{self.place}/{name}")), int(name.split("/")[0])
