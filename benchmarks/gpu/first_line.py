@@ -122,8 +122,11 @@ def first_lines(setting: Setting) -> Result:
         Path(scripts[name]).write_text(text, encoding="utf-8")
     mlp = run([sys.executable, scripts["mlp"], str(setting.ranks)], setting)
     result.checks.append((f"a script's own model class and functions train with DDP on {setting.ranks} ranks", mlp))
-    counts = sorted({min(2**n, setting.ranks) for n in range(setting.ranks.bit_length() + 1)})
-    for count in counts:
+    counts = {min(2**n, setting.ranks) for n in range(setting.ranks.bit_length() + 1)}
+    for count in sorted(counts, reverse=True):  # all of them first, since time may run out
+        if result.rows and time.monotonic() > setting.deadline:
+            result.notes.append(f"no time left for fewer than {result.rows[-1][0]} ranks")
+            break
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", scripts["torchrun"]]
         sides = {name: [sys.executable, scripts[name]] for name in ("airdist", "by hand")}
         sides["torchrun"] = [sys.executable, *torchrun]
