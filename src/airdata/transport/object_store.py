@@ -28,9 +28,9 @@ from airdata.transport.clients import Clients
 from airdata.transport.drivers import OBJECT_STORES
 from airdata.transport.failures import Failure, classify, describe, is_throttled
 from airdata.transport.markers import files_among, names_folder
-from airdata.transport.parts import LARGE_BYTES, exactly, written_so_far
+from airdata.transport.parts import LARGE_BYTES, exactly, write_whole, written_so_far
 from airdata.transport.remote import FsspecTransport
-from airdata.transport.retry import DEFAULT_RETRY, Retry
+from airdata.transport.retry import DEFAULT_RETRY, Deed, Retry
 from airdata.transport.store_options import StorePlan, plan_store
 from airdata.transport.versions import condition, obstore_info
 from airdata.volume import Volume, safe_url
@@ -136,7 +136,7 @@ class ObjectTransport(FsspecTransport):
                 stream = None
                 raise
 
-        while metas := self._retry.call(f"listing {self._name(prefix)}", page, again=self._count):
+        while metas := self._retry.call(Deed("listing", self.volume, prefix), page, again=self._count):
             files = files_among(map(obstore_info, metas), lambda path: self._empty_file(store, path), seen)
             # Never the name of a marker: without its slash it lies before files that have been listed.
             last = files[-1].path if files else last
@@ -148,7 +148,7 @@ class ObjectTransport(FsspecTransport):
             return None if answer.meta["size"] or names_folder(answer.attributes) else obstore_info(answer.meta)
 
         try:
-            return self._retry.call(f"stat of {self._name(path)}", look, again=self._count)
+            return self._retry.call(Deed("stat of", self.volume, path), look, again=self._count)
         except FileNotFoundError:
             return None
 
@@ -163,9 +163,12 @@ class ObjectTransport(FsspecTransport):
                 large = found  # nobody told its size; the rest of this answer is not waited for
                 return 0
             self._check_answer(path, found, version)
-            with open(destination, "wb") as target:
-                target.writelines(result.stream(min_chunk_size=_CHUNK_BYTES))
-                written = target.tell()
+            if found.size <= _CHUNK_BYTES:
+                written = write_whole(destination, result.bytes())
+            else:
+                with open(destination, "wb") as target:
+                    target.writelines(result.stream(min_chunk_size=_CHUNK_BYTES))
+                    written = target.tell()
             if written != found.size:
                 raise ConnectionError(f"{found.size} bytes were announced and {written} came")
             return written
@@ -231,7 +234,7 @@ class ObjectTransport(FsspecTransport):
             return answer
 
         answer = self._retry.call(
-            f"{verb} {self._name(path)}",
+            Deed(verb, self.volume, path),
             attempt,
             renew=lambda: self._stores.renew(store, self._open_store),
             progress=progress,

@@ -14,8 +14,8 @@ from airdata.transport.clients import Clients
 from airdata.transport.drivers import OBJECT_STORES, driver_options, extra_for, without_own_retries
 from airdata.transport.hedge import HEDGED_BYTES, Hedge
 from airdata.transport.markers import files_among
-from airdata.transport.parts import LARGE_BYTES, exactly, fetch_parts, written_so_far
-from airdata.transport.retry import DEFAULT_RETRY, Retry, describe
+from airdata.transport.parts import LARGE_BYTES, exactly, fetch_parts, write_whole, written_so_far
+from airdata.transport.retry import DEFAULT_RETRY, Deed, Retry, describe
 from airdata.transport.versions import fsspec_info
 from airdata.volume import Volume, safe_url
 
@@ -87,9 +87,7 @@ class FsspecTransport:
             return self._get_in_parts(path, destination, version, size)
         if self._hedge is not None and 0 <= size <= HEDGED_BYTES:
             content = self._hedge.first(lambda: self._whole(path, version))
-            with open(destination, "wb") as target:
-                return target.write(content)
-
+            return write_whole(destination, content)
         return self._get_stream(path, destination, version)
 
     def read(self, path: str) -> bytes:
@@ -158,7 +156,7 @@ class FsspecTransport:
         def renew() -> bool:
             return used is not None and self._clients.renew(used, lambda: self._connect(anew=True))
 
-        what = f"{verb} {self._name(path)}"
+        what = Deed(verb, self.volume, path)
         return self._retry.call(what, attempt, renew=renew, progress=progress, again=self._count)
 
     def _connect(self, *, anew: bool = False) -> tuple[Any, str]:

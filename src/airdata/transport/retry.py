@@ -18,12 +18,13 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from airdata.errors import AirdataError, SourceChangedError, TransferError
 from airdata.transport.failures import Failure, classify, describe, retry_after
+from airdata.volume import Volume
 
-__all__ = ["DEFAULT_RETRY", "Retry", "describe"]
+__all__ = ["DEFAULT_RETRY", "Deed", "Retry", "describe"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,6 +35,17 @@ _REFUSED = (
     "the credentials were refused. Those in storage_options stay as they are; where they expire, leave them out, so "
     "that the driver finds and renews its own: "
 )
+
+
+class Deed(NamedTuple):
+    """What is done to which path of a volume; in words only when something fails, since words take time."""
+
+    verb: str
+    volume: Volume
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.volume.safe_join(self.path)}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,7 @@ class Retry:
 
     def call(
         self,
-        what: str,
+        what: str | Deed,
         verb: Callable[[], T],
         *,
         renew: Callable[[], bool] | None = None,
@@ -110,7 +122,9 @@ class Retry:
         asked = retry_after(error)
         return pause if asked is None else asked + pause
 
-    def _final(self, what: str, error: BaseException, failure: Failure, attempts: int, seconds: float) -> TransferError:
+    def _final(
+        self, what: str | Deed, error: BaseException, failure: Failure, attempts: int, seconds: float
+    ) -> TransferError:
         tries = f"after {attempts} attempts in {seconds:.0f} s: " if attempts > 1 else ""
         if failure is Failure.CHANGED:
             return SourceChangedError(f"{what}: it was replaced since the listing; list the volume again")
