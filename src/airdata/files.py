@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -181,9 +181,9 @@ class Files:
         for volume in np.unique(of_volume).tolist():
             places = np.flatnonzero(of_volume == volume)
             rows = indices[places] - (self._ends[volume - 1] if volume else 0)
-            files = self.manifests[volume].take(rows)
-            for place, row, file in zip(places.tolist(), rows.tolist(), files, strict=True):
-                found[place] = Entry(file.path, file.size, file.version, row, volume)
+            entries = map(Entry, *self.manifests[volume].fields(rows), rows.tolist(), repeat(volume))
+            for place, entry in zip(places.tolist(), entries, strict=True):
+                found[place] = entry
         return [entry for entry in found if entry is not None]
 
     def __getitem__(self, index: int) -> Entry:
@@ -191,14 +191,21 @@ class Files:
 
     def open(self, entry: FileInfo) -> CachedFile:
         """A lease on the local file of an entry, fetched if need be."""
+        return self._open(entry, looked=False)
+
+    def fetch(self, entry: FileInfo) -> CachedFile:
+        """The same for an entry that :meth:`find` has just not found."""
+        return self._open(entry, looked=self._cache is not None)
+
+    def _open(self, entry: FileInfo, *, looked: bool) -> CachedFile:
         assert isinstance(entry, Entry)
         transport = self._transports[entry.volume]
         if entry.size == UNKNOWN_SIZE:
             file = transport.stat(entry.path)
             if file.size == UNKNOWN_SIZE:  # a cache that cannot check a length would serve half a file as a whole one
                 raise TransferError(f"{self.name(entry)}: its source does not tell how large it is")
-            entry = Entry(file.path, file.size, file.version, entry.row, entry.volume)
-        return open_file(self._cache, transport, entry)
+            entry, looked = Entry(file.path, file.size, file.version, entry.row, entry.volume), False
+        return open_file(self._cache, transport, entry, looked=looked)
 
     def find(self, entry: FileInfo) -> CachedFile | None:
         """The same lease if the file is on local disk already; None, at once, if it must be fetched."""

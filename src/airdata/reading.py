@@ -132,8 +132,9 @@ class Reader:
         try:
             for position, file, outcome in prefetcher:
                 assert isinstance(file, Entry)
-                retries, before = self._files.retries, retries
-                self.counters.retries += retries - before
+                if isinstance(outcome, Exception) or not outcome.hit:
+                    retries, before = self._files.retries, retries
+                    self.counters.retries += retries - before
                 yield position, file, outcome
         finally:
             prefetcher.close()
@@ -151,7 +152,7 @@ class Reader:
     def _prefetcher(self, plan: Iterable[tuple[int, FileInfo]], sharers: int, counters: Counters) -> Prefetcher[int]:
         return Prefetcher(
             plan,
-            self._files.open,
+            self._files.fetch,
             # The budget is the node's, since it is the source and the network that would be overrun.
             max_files=fetches_at_once(self._reading.prefetch, sharers),
             max_bytes=max(1, self._reading.prefetch_bytes // sharers),

@@ -88,7 +88,7 @@ class Tracked(IterableDataset[Any]):
         return self
 
     def _places(self) -> tuple[Place, ...]:
-        return tuple(source.place for source in self._sources)
+        return tuple([source.place for source in self._sources])
 
     def close(self) -> None:
         """Stop reading ahead."""

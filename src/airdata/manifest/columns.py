@@ -74,10 +74,11 @@ def _ends(column: pa.Array) -> npt.NDArray[np.int64]:
     return np.frombuffer(column.buffers()[1], "<i8", len(column) + 1, column.offset * 8)
 
 
-def pick(column: pa.Array, rows: npt.NDArray[np.int64]) -> list[bytes]:
-    """Some values of a large binary or string column, straight from its buffers."""
+def pick(column: pa.Array, rows: npt.NDArray[np.int64], encoding: str, errors: str) -> list[str]:
+    """Some values of a large binary or string column as text, straight from its buffers."""
     ends, view = _ends(column), memoryview(column.buffers()[2] or b"")
-    return [bytes(view[start:end]) for start, end in zip(ends[rows].tolist(), ends[rows + 1].tolist(), strict=True)]
+    bounds = zip(ends[rows].tolist(), ends[rows + 1].tolist(), strict=True)
+    return [str(view[start:end], encoding, errors) for start, end in bounds]
 
 
 def digest_of(column: pa.Array) -> str:
