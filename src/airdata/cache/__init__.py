@@ -135,12 +135,13 @@ class VolumeCache:
         """Where the cache lies: its directory, or the folder ``airdata`` in it when it holds something else."""
         return find_root(self.directory)
 
-    def open(self, transport: Transport, file: FileInfo) -> CachedFile:
+    def open(self, transport: Transport, file: FileInfo, *, looked: bool = False) -> CachedFile:
         """The file on local disk; fetched if it is not there yet, by one process for all. Blocks; safe in threads.
 
         Args:
             transport: of the volume that holds the file.
             file: from a listing of the volume; its size and version are what the bytes must have.
+            looked: whether :meth:`find` has just not found it, which saves to look again before the fetch.
 
         Raises:
             SourceChangedError: the source is gone, or has another size or version than ``file``.
@@ -150,7 +151,7 @@ class VolumeCache:
         troubles = []
         for place in self._places():
             try:
-                return self._store(place).open(transport, file)
+                return self._store(place).open(transport, file, looked=looked and place == self.directory)
             except (DiskTroubleError, CacheDirectoryError) as error:  # noqa: PERF203 - seldom more than one round
                 troubles.append(error)
                 self._warn(
@@ -254,13 +255,14 @@ def _forget_stores() -> None:
 os.register_at_fork(after_in_child=_forget_stores)
 
 
-def open_file(cache: VolumeCache | None, transport: Transport, file: FileInfo) -> CachedFile:
+def open_file(cache: VolumeCache | None, transport: Transport, file: FileInfo, *, looked: bool = False) -> CachedFile:
     """A local path for a file of a volume.
 
     Args:
         cache: where to keep it; None for a temporary file that goes when the lease is released.
         transport: of the volume; files of a plain local directory are not copied, with or without a cache.
         file: from a listing of the volume.
+        looked: whether :func:`find_file` has just not found it.
 
     Raises:
         SourceChangedError: the source is gone, or has another size or version than ``file``.
@@ -269,7 +271,7 @@ def open_file(cache: VolumeCache | None, transport: Transport, file: FileInfo) -
     """
     if lies_in_place(transport.volume):
         return file_in_place(transport.volume, file)
-    return (_scratch(scratch_directory()) if cache is None else cache).open(transport, file)
+    return (_scratch(scratch_directory()) if cache is None else cache).open(transport, file, looked=looked)
 
 
 def find_file(cache: VolumeCache | None, transport: Transport, file: FileInfo) -> CachedFile | None:

@@ -13,21 +13,20 @@ __all__ = ["download", "grows", "size_on_disk"]
 
 
 def download(transport: Transport, file: FileInfo, part: str) -> None:
-    """Bring a file to the local path ``part``, which exists, and see that it has the length that was listed.
+    """Bring a file to the local path ``part``, which exists, and see that as many bytes came as were listed.
 
     Raises:
         SourceChangedError: it is gone, or has another length.
         TransferError: it could not be read.
     """
     try:
-        transport.get(file.path, part, file.version, file.size)
+        size = transport.get(file.path, part, file.version, file.size)
     except FileNotFoundError as error:
         if not os.path.exists(part):
             raise  # it was our side that vanished
         raise SourceChangedError(
             f"{transport.volume.safe_join(file.path)}: it was listed with {file.size} bytes and is gone"
         ) from error
-    size = os.stat(part).st_size
     if size != file.size:
         raise SourceChangedError(
             f"{transport.volume.safe_join(file.path)}: it was listed with {file.size} bytes and {size} came. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 
@@ -23,18 +24,23 @@ def begin(part: str) -> None:
         os.close(os.open(part, flags, 0o600))
 
 
-def settle_down(part: str, name: EntryName, layout: Layout) -> str:
-    """Make a complete download an entry that stays, in its first place if that is free; return where it lies.
+def settle_down(part: str, size: int, name: EntryName, layout: Layout) -> str:
+    """Make a complete download of ``size`` bytes an entry that stays, in its first place if that is free.
 
     To be called by the holder of the entry's lock.
 
+    Returns:
+        Where it lies.
+
     Raises:
-        OSError: the disk takes it in no place.
+        OSError: the disk takes it in no place, or has not taken all of it.
     """
     now = time.time_ns()
     with contextlib.suppress(OSError):
         os.utime(part, ns=(now, name.stamp(now)))
     here = os.stat(part)
+    if here.st_size != size:
+        raise OSError(errno.EIO, f"{size} bytes were written and {here.st_size} are there", part)
     if name.stamped(here.st_mtime_ns):  # else this disk keeps no time that exact
         first = layout.first(name)
         try:
@@ -44,7 +50,7 @@ def settle_down(part: str, name: EntryName, layout: Layout) -> str:
             with contextlib.suppress(OSError):
                 there = os.stat(first)
                 if name.stamped(there.st_mtime_ns):
-                    if there.st_size != here.st_size:
+                    if there.st_size != size:
                         os.replace(part, first)
                     _forget(part)
                     return first

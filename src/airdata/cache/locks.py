@@ -44,6 +44,8 @@ class LockFile:
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._kernel = kernel
+        status = os.fstat(self._fd)
+        self._identity = status.st_dev, status.st_ino
         self._mutex = threading.Lock()
         self._held: dict[int, int] = {}  # byte -> number of shared holders, or _EXCLUSIVE
         _open_files.add(self)
@@ -84,10 +86,11 @@ class LockFile:
     def is_current(self) -> bool:
         """Whether the path still names the file that is locked here: someone may have removed the directory."""
         try:
-            there, here = os.stat(self.path), os.fstat(self._fd)
+            there = os.stat(self.path)
         except OSError:
             return False
-        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+        # No other file can have got its number: ours is open.
+        return self._fd >= 0 and (there.st_dev, there.st_ino) == self._identity
 
     def close(self) -> None:
         """Drop every lock of this description."""

@@ -1,7 +1,7 @@
 """One cache directory as one process sees it.
 
-    open ──► the entry is there, of the right size ─────────────────────────────────────────────► hit
-         └─► wait for the lock of this entry ──► somebody has fetched it meanwhile ─────────────► hit
+    find, open ──► the entry is there, of the right size ───────────────────────────────────────► hit
+          open └─► wait for the lock of this entry ──► somebody has fetched it meanwhile ───────► hit
                                              └─► download to parts/ ──► check the length ──► rename
                                                     to files/      while the limits allow; it stays
                                                     to transient/  else; its last reader removes it
@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from airdata.cache.catalogue import Catalogue
 from airdata.cache.download import download, grows, size_on_disk
@@ -40,6 +40,7 @@ from airdata.volume import safe_url
 __all__ = ["DiskTroubleError", "LocksUselessError", "Store"]
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # What a source does not answer when it is read, so that it is our disk that speaks.
 _LOCAL_ERRNO = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE})
@@ -104,12 +105,20 @@ class Store:
         self._longest_name = os.pathconf(self.layout.root, "PC_NAME_MAX")
         self._sources: dict[str, _Source] = {}  # by URL
         self._mutex = threading.Lock()
+        # Held for all that a fetch does here but wait: threads that each make twenty system calls side by side hand the
+        # interpreter's lock to one another at every one of them, which cost four times as much as the calls.
+        self._turn = threading.Lock()
         self._no_room_until = 0.0
         self._full_until = 0.0
         self._upkeep.begin()
 
-    def open(self, transport: Transport, file: FileInfo) -> CachedFile:
+    def open(self, transport: Transport, file: FileInfo, *, looked: bool = False) -> CachedFile:
         """See :meth:`airdata.cache.VolumeCache.open`.
+
+        Args:
+            transport: of the volume.
+            file: of the volume.
+            looked: whether :meth:`find` has just not found it.
 
         Raises:
             DiskTroubleError: the cache's own disk or locks failed, or the process that fetches this file is stuck.
@@ -117,7 +126,8 @@ class Store:
             TransferError: the source could not be read.
         """
         try:
-            return self._open(transport, file)
+            with self._turn:
+                return self._open(transport, file, looked=looked)
         except OSError as error:
             of_the_source = isinstance(error, AirdataError) and error.errno not in _LOCAL_ERRNO
             if of_the_source or isinstance(error, DiskTroubleError):
@@ -132,7 +142,7 @@ class Store:
         Raises:
             OSError: the cache's own disk failed.
         """
-        source = self._source(transport)
+        source = self._sources.get(transport.volume.url) or self._source(transport)
         if not self._locks.share(source.lease):
             return None
         path = self._here(entry_name(source.generation, file, self._longest_name), file)
@@ -145,20 +155,25 @@ class Store:
         """Remove every file that nobody reads or writes; return the bytes freed."""
         return self._upkeep.clear()
 
-    def _open(self, transport: Transport, file: FileInfo) -> CachedFile:
+    def _open(self, transport: Transport, file: FileInfo, *, looked: bool) -> CachedFile:
         source = self._source(transport)
         name = entry_name(source.generation, file, self._longest_name)
         self._share(source.lease)
         try:
-            if (path := self._here(name, file)) is not None:
+            if not looked and (path := self._here(name, file)) is not None:
                 return self._staying(path, file, source, hit=True)
-            with self._flight(name, file):
-                if (path := self._here(name, file)) is not None:
-                    return self._staying(path, file, source, hit=True)
-                if self._admit(file.size, source.generation):
-                    path = self._fetch_to_stay(transport, file, name)
-                    return self._staying(path, file, source, hit=False)
-                passing = self._pass_through(transport, file, name)
+            part = self.layout.part(name)
+            with in_transit(file, part):
+                byte = self._take_flight(name, file, part)
+                try:
+                    if (path := self._here(name, file)) is not None:
+                        return self._staying(path, file, source, hit=True)
+                    if self._admit(file.size, source.generation):
+                        path = self._fetch_to_stay(transport, file, name, part)
+                        return self._staying(path, file, source, hit=False)
+                    passing = self._pass_through(transport, file, name, part)
+                finally:
+                    self._locks.release(byte)
         except BaseException:
             self._locks.release(source.lease)
             raise
@@ -184,11 +199,24 @@ class Store:
                     self._locks.release(lease)
 
     def _share(self, byte: int) -> None:
+        if self._locks.share(byte):
+            return
         deadline = time.monotonic() + _SHARE_SECONDS
-        if not wait_for(lambda: self._locks.share(byte), lambda: time.monotonic() < deadline):
+        with self._waiting():
+            shared = wait_for(lambda: self._locks.share(byte), lambda: time.monotonic() < deadline)
+        if not shared:
             raise DiskTroubleError(
                 errno.EBUSY, f"another process has been removing files for {_SHARE_SECONDS:g} s", self.layout.root
             )
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Let others have the turn meanwhile."""
+        self._turn.release()
+        try:
+            yield
+        finally:
+            self._turn.acquire()
 
     # --- fetching ---
 
@@ -207,36 +235,32 @@ class Store:
                     self._sources[url] = source
         return source
 
-    @contextlib.contextmanager
-    def _flight(self, name: EntryName, file: FileInfo) -> Iterator[None]:
-        """Be the only one, in any thread or process, who fetches this entry."""
-        byte, part = lock_bytes(name.digest)[0], self.layout.part(name)
-        with in_transit(file, part):
-            if not wait_for(lambda: self._locks.exclude(byte), grows(part, self._patience)):
-                raise DiskTroubleError(
-                    errno.EBUSY,
-                    f"another process fetches {file.path} and has got no byte for {self._patience:g} s",
-                    part,
-                )
-            try:
-                yield
-            finally:
-                self._locks.release(byte)
+    def _take_flight(self, name: EntryName, file: FileInfo, part: str) -> int:
+        """Be the only one, in any thread or process, who fetches this entry, until the lock returned is released."""
+        byte = lock_bytes(name.digest)[0]
+        if self._locks.exclude(byte):
+            return byte
+        with self._waiting():
+            taken = wait_for(lambda: self._locks.exclude(byte), grows(part, self._patience))
+        if not taken:
+            raise DiskTroubleError(
+                errno.EBUSY, f"another process fetches {file.path} and has got no byte for {self._patience:g} s", part
+            )
+        return byte
 
     def _admit(self, size: int, generation: str) -> bool:
         """Whether a file may stay; if so its bytes are promised, and ``settle`` is due."""
         now = time.monotonic()
         if now < self._full_until:
             return False
-
-        def promise() -> bool:
-            return self._usage.promise(size, self.limits)
-
+        promise = partial(self._usage.promise, size, self.limits)
         if promise():
             return True
         if self.limits.max_bytes == 0 or now < self._no_room_until:
             return False
-        if self._upkeep.make_room(generation, self._run_start, promise):
+        with self._waiting():
+            made = self._upkeep.make_room(generation, self._run_start, promise)
+        if made:
             return True
         self._no_room_until = now + _REST_SECONDS
         return False
@@ -244,49 +268,47 @@ class Store:
     def _here(self, name: EntryName, file: FileInfo) -> str | None:
         """Where this version of a file lies, whole; None if it does not."""
         path = self.layout.first(name)
-        with contextlib.suppress(OSError):
+        try:
             status = os.stat(path)
-            if name.stamped(status.st_mtime_ns) and status.st_size == file.size:
+            if status.st_size == file.size and name.stamped(status.st_mtime_ns):
                 return path
+        except OSError:
+            pass
         path = self.layout.other(name)
         return path if size_on_disk(path) == file.size else None
 
-    def _fetch_to_stay(self, transport: Transport, file: FileInfo, name: EntryName) -> str:
+    def _fetch_to_stay(self, transport: Transport, file: FileInfo, name: EntryName, part: str) -> str:
         stays = False
         try:
-            with self._new_part(name) as part:
-                download(transport, file, part)
-                path = settle_down(part, name, self.layout)
+            path = self._fetch(transport, file, part, lambda: settle_down(part, file.size, name, self.layout))
             stays = True
             return path
         finally:
             self._usage.settle(file.size, stays=stays)
 
-    def _pass_through(self, transport: Transport, file: FileInfo, name: EntryName) -> CachedFile:
+    def _pass_through(self, transport: Transport, file: FileInfo, name: EntryName, part: str) -> CachedFile:
         path = self.layout.passing(name)
         self._share(lock_bytes(name.digest)[1])
         try:
             hit = size_on_disk(path) == file.size
             if not hit:
-                with self._new_part(name) as part:
-                    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-                    download(transport, file, part)
-                    os.replace(part, path)
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                self._fetch(transport, file, part, lambda: os.replace(part, path))
         except BaseException:
             self._end_passing(name)
             raise
         return CachedFile(path, file.size, hit, partial(self._end_passing, name))
 
-    @contextlib.contextmanager
-    def _new_part(self, name: EntryName) -> Iterator[str]:
-        """An empty file to download to and then to make visible in one act; removed when that fails."""
-        part = self.layout.part(name)
+    def _fetch(self, transport: Transport, file: FileInfo, part: str, land: Callable[[], T]) -> T:
+        """Download to ``part`` and make that visible, in one act; it is removed when either fails."""
         try:
             # Before the source is asked, so that what is wrong with the disk shows. Nothing is ever synced: after a
             # power cut an entry may be short, and the size is checked at every hit.
             begin(part)
             self._check_directory()
-            yield part
+            with self._waiting():
+                download(transport, file, part)
+            return land()
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(part)
