@@ -36,7 +36,8 @@ def body(folder):
         file.write(repr(now))
     dist.destroy_process_group()
 """
-TORCHRUN = f"{BODY}\nbody(sys.argv[1])\n"
+# Its ranks outlive a torchrun that is killed, as it is when the time is over; PR_SET_PDEATHSIG ends them too.
+TORCHRUN = f"{BODY}\nimport ctypes, signal\nctypes.CDLL(None).prctl(1, signal.SIGKILL)\nbody(sys.argv[1])\n"
 # What no launcher can be quicker than: the ranks alone, with what they need in their environment.
 BY_HAND = f"""{BODY}
 import socket, subprocess
