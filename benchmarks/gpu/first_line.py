@@ -36,13 +36,15 @@ def body(folder):
         file.write(repr(now))
     dist.destroy_process_group()
 """
-# Its ranks outlive a torchrun that is killed, as it is when the time is over; PR_SET_PDEATHSIG ends them too.
-TORCHRUN = f"{BODY}\nimport ctypes, signal\nctypes.CDLL(None).prctl(1, signal.SIGKILL)\nbody(sys.argv[1])\n"
+# Ranks outlive a torchrun that is killed, as it is when the time is over; PR_SET_PDEATHSIG ends them too.
+ENDS_WITH_PARENT = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGKILL)"
+TORCHRUN = f"{BODY}\n{ENDS_WITH_PARENT}\nbody(sys.argv[1])\n"
 # What no launcher can be quicker than: the ranks alone, with what they need in their environment.
 BY_HAND = f"""{BODY}
 import socket, subprocess
 
 if "RANK" in os.environ:
+    {ENDS_WITH_PARENT}
     body(sys.argv[1])
 else:
     with socket.socket() as probe:

@@ -142,9 +142,10 @@ def run_section(name: str, setting: Setting, limit: float, out: Path, found: dic
 
 def earlier(out: Path, kind: dict[str, object], chosen: list[str]) -> dict[str, list[Result]]:
     """What an earlier run with the same kind of machine found in the sections that do not run now."""
-    if not (out / "results.json").exists():
+    try:
+        data = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # none, or one that a killed run has left half written
         return {}
-    data = json.loads((out / "results.json").read_text(encoding="utf-8"))
     same = all(data["machine"].get(name) == kind[name] for name in ("GPUs", "ranks", "state, GiB", "torch"))
     others = {name: answers for name, answers in data["sections"].items() if same and name not in chosen}
     return {name: [Result(**answer) for answer in answers] for name, answers in others.items()}

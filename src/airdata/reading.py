@@ -133,11 +133,17 @@ class Reader:
             for position, file, outcome in prefetcher:
                 assert isinstance(file, Entry)
                 if isinstance(outcome, Exception) or not outcome.hit:
-                    retries, before = self._files.retries, retries
-                    self.counters.retries += retries - before
+                    retries = self._count_retries(retries)
                 yield position, file, outcome
         finally:
             prefetcher.close()
+            self._count_retries(retries)
+
+    def _count_retries(self, before: int) -> int:
+        """Count the requests that were repeated since there were ``before``; how many there are now."""
+        now = self._files.retries
+        self.counters.retries += now - before
+        return now
 
     def _open_in_place(self, entry: Entry) -> CachedFile | Exception:
         try:

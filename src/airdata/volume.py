@@ -41,8 +41,8 @@ class Volume:
     """A place that holds files.
 
     Attributes:
-        url: what identifies the place: an fsspec URL, or an absolute directory; no trailing slash. Never printed as it
-            is, since a URL may carry credentials: use :func:`safe_url`.
+        url: what identifies the place: an fsspec URL, or an absolute directory; no trailing slash. Not to be printed as
+            it is, since a URL may carry credentials: use :func:`safe_url`.
         name: the path as the user wrote it, for messages.
         storage_options: arguments of the fsspec driver. Not part of equality, of ``repr`` or of anything saved.
         hedge_seconds: a second request is made for an object of up to 8 MiB whose first has not been answered for this
@@ -96,6 +96,9 @@ class Volume:
     def safe_join(self, relative: str) -> str:
         """The same, fit for a message; see :func:`safe_url`."""
         return safe_url(self.join(relative))
+
+    def __repr__(self) -> str:
+        return f"Volume({safe_url(self.url)!r})"
 
     def child(self, relative: str) -> Volume:
         """The volume rooted at a folder of this one."""

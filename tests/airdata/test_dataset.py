@@ -462,3 +462,30 @@ def test_a_source_that_never_tells_a_size_is_an_error_of_the_file_and_not_a_miss
         with pytest.raises(FetchError, match=r"a\.txt"):
             list(dataset)
         server.shutdown()
+
+
+def test_requests_repeated_for_files_that_turn_out_to_be_here_are_counted(tmp_path, monkeypatch) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    store = fsspec.filesystem("memory")
+    names = [str(number) for number in range(6)]
+    for name in names:
+        store.pipe_file(f"/{tmp_path.name}/{name}", b"x" * 10)
+    files = airdata.UCVolumeDataset(
+        f"memory://{tmp_path.name}",
+        manifest=airdata.Manifest.from_paths(names),  # without sizes, so that each file is asked for its own
+        cache_dir=tmp_path / "cache",
+        min_free_bytes=0,
+    )
+    assert len(list(files)) == 6
+    asked, left = type(store).info, [ConnectionResetError() for _ in range(3)]
+
+    def info(self: object, path: str, **options: object) -> object:
+        if left:
+            raise left.pop()
+        return asked(self, path, **options)
+
+    monkeypatch.setattr(type(store), "info", info)
+    before = files.stats()
+    assert len(list(files)) == 6
+    since = files.stats().minus(before)
+    assert (since.hits, since.retries) == (6, 3)

@@ -13,7 +13,8 @@ import pytest
 from airdata.errors import SourceChangedError, TransferError
 from airdata.transport.clients import Clients
 from airdata.transport.failures import Failure, classify, describe, retry_after
-from airdata.transport.retry import Retry
+from airdata.transport.retry import Deed, Retry
+from airdata.volume import Volume
 
 QUICK = Retry(deadline=0.2, first_wait=0.001, longest_wait=0.01)
 
@@ -278,3 +279,13 @@ def test_however_many_threads_find_a_client_stale_one_opens_it_anew():
     assert worth_another_try == [True] * 8
     assert len(opened) == 2
     assert clients.get(opener) is opened[1]
+
+
+@pytest.mark.parametrize("url", ["http://user:S3CRET@host/data", "https://host/data?sig=S3CRET"])
+def test_no_form_of_what_is_done_shows_credentials(url, caplog):
+    deed = Deed("reading", Volume.of(url), "x")
+    with caplog.at_level("INFO", "airdata"), pytest.raises(TransferError) as error:
+        QUICK.call(deed, Flaky(*[ConnectionResetError()] * 1000))
+    kept = [record.args for record in caplog.records]
+    assert kept
+    assert "S3CRET" not in f"{kept} {caplog.text} {error.value} {deed} {deed!r} {deed.volume!r}"

@@ -1,4 +1,4 @@
-"""One download into the cache: from the source to a file of the length that was listed, or an error that says why."""
+"""One download into the cache: to a file of the length that was listed, or an error that says why it is not."""
 
 from __future__ import annotations
 
@@ -9,24 +9,33 @@ from collections.abc import Callable
 from airdata.errors import SourceChangedError
 from airdata.transport import FileInfo, Transport
 
-__all__ = ["download", "grows", "size_on_disk"]
+__all__ = ["check_length", "download", "grows", "size_on_disk"]
 
 
 def download(transport: Transport, file: FileInfo, part: str) -> None:
-    """Bring a file to the local path ``part``, which exists, and see that as many bytes came as were listed.
+    """Bring a file to the local path ``part``, which exists; :func:`check_length` is due.
 
     Raises:
-        SourceChangedError: it is gone, or has another length.
+        SourceChangedError: it is gone.
         TransferError: it could not be read.
     """
     try:
-        size = transport.get(file.path, part, file.version, file.size)
+        transport.get(file.path, part, file.version, file.size)
     except FileNotFoundError as error:
         if not os.path.exists(part):
             raise  # it was our side that vanished
         raise SourceChangedError(
             f"{transport.volume.safe_join(file.path)}: it was listed with {file.size} bytes and is gone"
         ) from error
+
+
+def check_length(transport: Transport, file: FileInfo, part: str) -> None:
+    """See that a download has on this disk the length that was listed.
+
+    Raises:
+        SourceChangedError: it has another one.
+    """
+    size = os.stat(part).st_size
     if size != file.size:
         raise SourceChangedError(
             f"{transport.volume.safe_join(file.path)}: it was listed with {file.size} bytes and {size} came. "

@@ -1,16 +1,29 @@
-"""How a download begins, and becomes an entry: in one act, over nothing that somebody may be reading."""
+"""Where an entry lies, how its download begins, and how that becomes an entry: in one act, over nothing being read."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 
+from airdata.cache.download import size_on_disk
 from airdata.cache.names import EntryName
 from airdata.cache.root import Layout
 
-__all__ = ["begin", "settle_down"]
+__all__ = ["begin", "settle_down", "whole"]
+
+
+def whole(name: EntryName, size: int, layout: Layout) -> str | None:
+    """Where this version of a file of ``size`` bytes lies, whole; None if it does not."""
+    path = layout.first(name)
+    try:
+        status = os.stat(path)
+        if status.st_size == size and name.stamped(status.st_mtime_ns):
+            return path
+    except OSError:
+        pass
+    path = layout.other(name)
+    return path if size_on_disk(path) == size else None
 
 
 def begin(part: str) -> None:
@@ -24,8 +37,8 @@ def begin(part: str) -> None:
         os.close(os.open(part, flags, 0o600))
 
 
-def settle_down(part: str, size: int, name: EntryName, layout: Layout) -> str:
-    """Make a complete download of ``size`` bytes an entry that stays, in its first place if that is free.
+def settle_down(part: str, name: EntryName, layout: Layout) -> str:
+    """Make a complete download an entry that stays, in its first place if that is free.
 
     To be called by the holder of the entry's lock.
 
@@ -33,14 +46,12 @@ def settle_down(part: str, size: int, name: EntryName, layout: Layout) -> str:
         Where it lies.
 
     Raises:
-        OSError: the disk takes it in no place, or has not taken all of it.
+        OSError: the disk takes it in no place.
     """
     now = time.time_ns()
     with contextlib.suppress(OSError):
         os.utime(part, ns=(now, name.stamp(now)))
     here = os.stat(part)
-    if here.st_size != size:
-        raise OSError(errno.EIO, f"{size} bytes were written and {here.st_size} are there", part)
     if name.stamped(here.st_mtime_ns):  # else this disk keeps no time that exact
         first = layout.first(name)
         try:
@@ -50,7 +61,7 @@ def settle_down(part: str, size: int, name: EntryName, layout: Layout) -> str:
             with contextlib.suppress(OSError):
                 there = os.stat(first)
                 if name.stamped(there.st_mtime_ns):
-                    if there.st_size != size:
+                    if there.st_size != here.st_size:
                         os.replace(part, first)
                     _forget(part)
                     return first

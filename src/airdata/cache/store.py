@@ -19,13 +19,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from airdata.cache.catalogue import Catalogue
-from airdata.cache.download import download, grows, size_on_disk
-from airdata.cache.landing import begin, settle_down
+from airdata.cache.download import check_length, download, grows, size_on_disk
+from airdata.cache.flight import Flight
+from airdata.cache.landing import begin, settle_down, whole
 from airdata.cache.lease import CachedFile
 from airdata.cache.locks import LockFile, locks_exclude, wait_for
 from airdata.cache.names import EntryName, entry_name, generation_name, lock_bytes
@@ -40,7 +41,6 @@ from airdata.volume import safe_url
 __all__ = ["DiskTroubleError", "LocksUselessError", "Store"]
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 # What a source does not answer when it is read, so that it is our disk that speaks.
 _LOCAL_ERRNO = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE})
@@ -105,8 +105,9 @@ class Store:
         self._longest_name = os.pathconf(self.layout.root, "PC_NAME_MAX")
         self._sources: dict[str, _Source] = {}  # by URL
         self._mutex = threading.Lock()
-        # Held for all that a fetch does here but wait: threads that each make twenty system calls side by side hand the
-        # interpreter's lock to one another at every one of them, which cost four times as much as the calls.
+        # Held for what a fetch does here before and after its download, and never while anything is waited for: threads
+        # that each make twenty system calls side by side hand the interpreter's lock to one another at every one of
+        # them, which cost four times as much as the calls.
         self._turn = threading.Lock()
         self._no_room_until = 0.0
         self._full_until = 0.0
@@ -126,8 +127,7 @@ class Store:
             TransferError: the source could not be read.
         """
         try:
-            with self._turn:
-                return self._open(transport, file, looked=looked)
+            return self._open(transport, file, looked=looked)
         except OSError as error:
             of_the_source = isinstance(error, AirdataError) and error.errno not in _LOCAL_ERRNO
             if of_the_source or isinstance(error, DiskTroubleError):
@@ -145,7 +145,7 @@ class Store:
         source = self._sources.get(transport.volume.url) or self._source(transport)
         if not self._locks.share(source.lease):
             return None
-        path = self._here(entry_name(source.generation, file, self._longest_name), file)
+        path = whole(entry_name(source.generation, file, self._longest_name), file.size, self.layout)
         if path is not None:
             return self._staying(path, file, source, hit=True)
         self._locks.release(source.lease)
@@ -159,26 +159,23 @@ class Store:
         source = self._source(transport)
         name = entry_name(source.generation, file, self._longest_name)
         self._share(source.lease)
+        stays = False
         try:
-            if not looked and (path := self._here(name, file)) is not None:
-                return self._staying(path, file, source, hit=True)
-            part = self.layout.part(name)
-            with in_transit(file, part):
-                byte = self._take_flight(name, file, part)
+            path = None if looked else whole(name, file.size, self.layout)
+            if path is not None:
+                found = self._staying(path, file, source, hit=True)
+            else:
+                flight = Flight(lock_bytes(name.digest)[0], self.layout.part(name), file.size)
                 try:
-                    if (path := self._here(name, file)) is not None:
-                        return self._staying(path, file, source, hit=True)
-                    if self._admit(file.size, source.generation):
-                        path = self._fetch_to_stay(transport, file, name, part)
-                        return self._staying(path, file, source, hit=False)
-                    passing = self._pass_through(transport, file, name, part)
+                    with in_transit(file, flight.part):
+                        found = self._fly(transport, file, name, source, flight)
                 finally:
-                    self._locks.release(byte)
-        except BaseException:
-            self._locks.release(source.lease)
-            raise
-        self._locks.release(source.lease)
-        return passing
+                    flight.end(self._locks, self._usage)
+            stays = found.on_release is source.release
+            return found
+        finally:
+            if not stays:
+                self._locks.release(source.lease)
 
     # --- leases ---
 
@@ -202,21 +199,10 @@ class Store:
         if self._locks.share(byte):
             return
         deadline = time.monotonic() + _SHARE_SECONDS
-        with self._waiting():
-            shared = wait_for(lambda: self._locks.share(byte), lambda: time.monotonic() < deadline)
-        if not shared:
+        if not wait_for(lambda: self._locks.share(byte), lambda: time.monotonic() < deadline):
             raise DiskTroubleError(
                 errno.EBUSY, f"another process has been removing files for {_SHARE_SECONDS:g} s", self.layout.root
             )
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Let others have the turn meanwhile."""
-        self._turn.release()
-        try:
-            yield
-        finally:
-            self._turn.acquire()
 
     # --- fetching ---
 
@@ -235,84 +221,83 @@ class Store:
                     self._sources[url] = source
         return source
 
-    def _take_flight(self, name: EntryName, file: FileInfo, part: str) -> int:
-        """Be the only one, in any thread or process, who fetches this entry, until the lock returned is released."""
-        byte = lock_bytes(name.digest)[0]
-        if self._locks.exclude(byte):
-            return byte
-        with self._waiting():
-            taken = wait_for(lambda: self._locks.exclude(byte), grows(part, self._patience))
-        if not taken:
-            raise DiskTroubleError(
-                errno.EBUSY, f"another process fetches {file.path} and has got no byte for {self._patience:g} s", part
-            )
-        return byte
+    def _fly(
+        self, transport: Transport, file: FileInfo, name: EntryName, source: _Source, flight: Flight
+    ) -> CachedFile:
+        """Fetch an entry, unless another thread or process has by the time that we are the only one who may."""
+        path: str | None = None
 
-    def _admit(self, size: int, generation: str) -> bool:
+        def take_off() -> bool:
+            nonlocal path
+            with self._turn:
+                path = self._take_off(name, file, flight)
+            return flight.locked
+
+        if not (take_off() or wait_for(take_off, grows(flight.part, self._patience))):
+            raise DiskTroubleError(
+                errno.EBUSY,
+                f"another process fetches {file.path} and has got no byte for {self._patience:g} s",
+                flight.part,
+            )
+        if path is not None:
+            return self._staying(path, file, source, hit=True)
+        flight.promised = flight.promised or self._make_room(file.size, source.generation)
+        if not flight.promised:
+            return self._pass_through(transport, file, name, flight)
+        download(transport, file, flight.part)
+        with self._turn:
+            check_length(transport, file, flight.part)
+            path = settle_down(flight.part, name, self.layout)
+            flight.begun = flight.promised = False
+            self._usage.settle(file.size, stays=True)
+            flight.end(self._locks, self._usage)
+        return self._staying(path, file, source, hit=False)
+
+    def _take_off(self, name: EntryName, file: FileInfo, flight: Flight) -> str | None:
+        """Begin a fetch if nobody else is at it; where the entry lies if somebody has been."""
+        flight.locked = self._locks.exclude(flight.byte)
+        if not flight.locked:
+            return None
+        path = whole(name, file.size, self.layout)
+        if path is None:
+            # Before the source is asked, so that what is wrong with the disk shows. Nothing is ever synced: after a
+            # power cut an entry may be short, and the size is checked at every hit.
+            flight.begun = True
+            begin(flight.part)
+            self._check_directory()
+            flight.promised = self._promise(file.size)
+        return path
+
+    def _promise(self, size: int) -> bool:
         """Whether a file may stay; if so its bytes are promised, and ``settle`` is due."""
+        return time.monotonic() >= self._full_until and self._usage.promise(size, self.limits)
+
+    def _make_room(self, size: int, generation: str) -> bool:
+        """Remove what no run uses, if need be, until a file may stay; if so its bytes are promised."""
         now = time.monotonic()
-        if now < self._full_until:
+        if self.limits.max_bytes == 0 or now < max(self._full_until, self._no_room_until):
             return False
-        promise = partial(self._usage.promise, size, self.limits)
-        if promise():
-            return True
-        if self.limits.max_bytes == 0 or now < self._no_room_until:
-            return False
-        with self._waiting():
-            made = self._upkeep.make_room(generation, self._run_start, promise)
-        if made:
+        if self._upkeep.make_room(generation, self._run_start, partial(self._usage.promise, size, self.limits)):
             return True
         self._no_room_until = now + _REST_SECONDS
         return False
 
-    def _here(self, name: EntryName, file: FileInfo) -> str | None:
-        """Where this version of a file lies, whole; None if it does not."""
-        path = self.layout.first(name)
-        try:
-            status = os.stat(path)
-            if status.st_size == file.size and name.stamped(status.st_mtime_ns):
-                return path
-        except OSError:
-            pass
-        path = self.layout.other(name)
-        return path if size_on_disk(path) == file.size else None
-
-    def _fetch_to_stay(self, transport: Transport, file: FileInfo, name: EntryName, part: str) -> str:
-        stays = False
-        try:
-            path = self._fetch(transport, file, part, lambda: settle_down(part, file.size, name, self.layout))
-            stays = True
-            return path
-        finally:
-            self._usage.settle(file.size, stays=stays)
-
-    def _pass_through(self, transport: Transport, file: FileInfo, name: EntryName, part: str) -> CachedFile:
+    def _pass_through(self, transport: Transport, file: FileInfo, name: EntryName, flight: Flight) -> CachedFile:
         path = self.layout.passing(name)
         self._share(lock_bytes(name.digest)[1])
         try:
             hit = size_on_disk(path) == file.size
             if not hit:
-                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-                self._fetch(transport, file, part, lambda: os.replace(part, path))
+                download(transport, file, flight.part)
+                with self._turn:
+                    check_length(transport, file, flight.part)
+                    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                    os.replace(flight.part, path)
+                    flight.begun = False
         except BaseException:
             self._end_passing(name)
             raise
         return CachedFile(path, file.size, hit, partial(self._end_passing, name))
-
-    def _fetch(self, transport: Transport, file: FileInfo, part: str, land: Callable[[], T]) -> T:
-        """Download to ``part`` and make that visible, in one act; it is removed when either fails."""
-        try:
-            # Before the source is asked, so that what is wrong with the disk shows. Nothing is ever synced: after a
-            # power cut an entry may be short, and the size is checked at every hit.
-            begin(part)
-            self._check_directory()
-            with self._waiting():
-                download(transport, file, part)
-            return land()
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(part)
-            raise
 
     def _check_directory(self) -> None:
         if not self._locks.is_current():

@@ -47,6 +47,9 @@ class Deed(NamedTuple):
     def __str__(self) -> str:
         return f"{self.verb} {self.volume.safe_join(self.path)}"
 
+    def __repr__(self) -> str:  # that of a tuple would show all of the volume
+        return str(self)
+
 
 @dataclass(frozen=True)
 class Retry:
@@ -105,7 +108,7 @@ class Retry:
                 # A wait that the server asked for is not cut short: coming back early is what it must not see.
                 if not may_help or left <= 0 or (wait > left and retry_after(error) is not None):
                     raise self._final(what, error, failure, attempts, now - start) from error
-                _log.info("%s: attempt %d failed (%s); again in %.2f s", what, attempts, describe(error), wait)
+                _log.info("%s: attempt %d failed (%s); again in %.2f s", str(what), attempts, describe(error), wait)
                 time.sleep(min(wait, left))
                 waits += 1
                 if failure is Failure.AUTH:
