@@ -48,7 +48,7 @@ GRID = [
 
 
 def measure(rounds: int = 3, *, quick: bool = False) -> list[Table]:
-    """The usual cell ``rounds`` times, the others twice, slow sides once; quick: a few files of one cell."""
+    """The usual cell ``rounds`` times, the others once; quick: a few files of one cell."""
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # s3fs complains when its loop ends with a worker
     others, left_out = peers()
@@ -60,7 +60,7 @@ def measure(rounds: int = 3, *, quick: bool = False) -> list[Table]:
             with tempfile.TemporaryDirectory(dir=_scratch()) as scratch:
                 bucket = Bucket(server, cell.folder, 0, cell.latency, cell.workers, Path(scratch))
                 usual = cell == USUAL
-                table = _in_turns(bucket, sides, rounds if usual else 2, once=not usual, quick=quick)
+                table = _in_turns(bucket, sides, rounds if usual else 1, once=not usual, quick=quick)
             table.notes += left_out
             tables.append(table)
     return tables
@@ -90,7 +90,7 @@ def _in_turns(bucket: Bucket, sides: dict[str, Side], rounds: int, *, once: bool
             cost = side(bucket.of(counts[name]))
             if turn < 0 and not quick:
                 counts[name] = max(least, min(most, int(SECONDS * cost.files / cost.seconds)))
-                if once and cost.seconds >= SECONDS:
+                if once and cost.seconds >= SECONDS / 2:
                     slow.add(name)
             if turn >= 0 or quick or name in slow:
                 costs[name].append(cost)
