@@ -59,8 +59,7 @@ def measure(rounds: int = 3, *, quick: bool = False) -> list[Table]:
         for cell in grid:
             with tempfile.TemporaryDirectory(dir=_scratch()) as scratch:
                 bucket = Bucket(server, cell.folder, 0, cell.latency, cell.workers, Path(scratch))
-                usual = cell == USUAL
-                table = _in_turns(bucket, sides, rounds if usual else 1, once=not usual, quick=quick)
+                table = _in_turns(bucket, sides, rounds if cell == USUAL else 1, quick=quick)
             table.notes += left_out
             tables.append(table)
     return tables
@@ -76,8 +75,8 @@ def _scratch() -> str | None:
     return memory if os.path.isdir(memory) and shutil.disk_usage(memory).free > ROOM else None
 
 
-def _in_turns(bucket: Bucket, sides: dict[str, Side], rounds: int, *, once: bool, quick: bool) -> Table:
-    """Every side ``rounds`` times, or with ``once`` the slow ones in the first turn alone."""
+def _in_turns(bucket: Bucket, sides: dict[str, Side], rounds: int, *, quick: bool) -> Table:
+    """Every side ``rounds`` times; for a single round the first turn of a slow side is enough."""
     least = BATCH if quick else BATCH * bucket.workers
     most = least if quick else FOLDERS[bucket.folder][0]
     counts = dict.fromkeys(sides, min(least, most))
@@ -90,7 +89,7 @@ def _in_turns(bucket: Bucket, sides: dict[str, Side], rounds: int, *, once: bool
             cost = side(bucket.of(counts[name]))
             if turn < 0 and not quick:
                 counts[name] = max(least, min(most, int(SECONDS * cost.files / cost.seconds)))
-                if once and cost.seconds >= SECONDS / 2:
+                if rounds == 1 and cost.seconds >= SECONDS / 2:
                     slow.add(name)
             if turn >= 0 or quick or name in slow:
                 costs[name].append(cost)

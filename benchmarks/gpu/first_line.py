@@ -119,7 +119,7 @@ def first_lines(setting: Setting) -> Result:
         "From the call to the first line after an all-reduce",
         ["ranks", "torchrun, s", "airdist, s", "no launcher, s", "torchrun over airdist", "no launcher over airdist"],
     )
-    texts = {"torchrun": TORCHRUN, "airdist": OURS, "by hand": BY_HAND, "mlp": MLP}
+    texts = {"torchrun": TORCHRUN, "airdist": OURS, "no launcher": BY_HAND, "mlp": MLP}
     scripts = {name: setting.path(f"run_{name.replace(' ', '_')}.py") for name in texts}
     for name, text in texts.items():
         Path(scripts[name]).write_text(text, encoding="utf-8")
@@ -131,7 +131,7 @@ def first_lines(setting: Setting) -> Result:
             result.notes.append(f"no time left for fewer than {result.rows[-1][0]} ranks")
             break
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", scripts["torchrun"]]
-        sides = {name: [sys.executable, scripts[name]] for name in ("airdist", "by hand")}
+        sides = {name: [sys.executable, scripts[name]] for name in ("airdist", "no launcher")}
         sides["torchrun"] = [sys.executable, *torchrun]
         times: dict[str, list[float]] = {name: [] for name in sides}
         for done in range(ROUNDS):
@@ -140,7 +140,7 @@ def first_lines(setting: Setting) -> Result:
             for name, command in sides.items():
                 times[name].append(once(command, count, setting))
         medians = {name: statistics.median(values) for name, values in times.items()}
-        torchrun, ours, alone = (medians[name] for name in ("torchrun", "airdist", "by hand"))
+        torchrun, ours, alone = (medians[name] for name in ("torchrun", "airdist", "no launcher"))
         result.rows.append([count, torchrun, ours, alone, torchrun / ours, alone / ours])
         result.bars |= {f"{name}, {count} ranks": median for name, median in medians.items()}
         if count == 2:

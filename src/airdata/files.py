@@ -189,15 +189,8 @@ class Files:
     def __getitem__(self, index: int) -> Entry:
         return self.take(np.array([index]))[0]
 
-    def open(self, entry: FileInfo) -> CachedFile:
-        """A lease on the local file of an entry, fetched if need be."""
-        return self._open(entry, looked=False)
-
-    def fetch(self, entry: FileInfo) -> CachedFile:
-        """The same for an entry that :meth:`find` has just not found."""
-        return self._open(entry, looked=self._cache is not None)
-
-    def _open(self, entry: FileInfo, *, looked: bool) -> CachedFile:
+    def open(self, entry: FileInfo, *, looked: bool = False) -> CachedFile:
+        """A lease on the local file of an entry, fetched if need be; ``looked``: :meth:`find` has just not found it."""
         assert isinstance(entry, Entry)
         transport = self._transports[entry.volume]
         if entry.size == UNKNOWN_SIZE:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from tqdm.auto import tqdm
@@ -158,7 +159,7 @@ class Reader:
     def _prefetcher(self, plan: Iterable[tuple[int, FileInfo]], sharers: int, counters: Counters) -> Prefetcher[int]:
         return Prefetcher(
             plan,
-            self._files.fetch,
+            partial(self._files.open, looked=True),
             # The budget is the node's, since it is the source and the network that would be overrun.
             max_files=fetches_at_once(self._reading.prefetch, sharers),
             max_bytes=max(1, self._reading.prefetch_bytes // sharers),

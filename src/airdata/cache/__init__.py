@@ -271,7 +271,9 @@ def open_file(cache: VolumeCache | None, transport: Transport, file: FileInfo, *
     """
     if lies_in_place(transport.volume):
         return file_in_place(transport.volume, file)
-    return (_scratch(scratch_directory()) if cache is None else cache).open(transport, file, looked=looked)
+    if cache is None:
+        return _scratch(scratch_directory()).open(transport, file)
+    return cache.open(transport, file, looked=looked)
 
 
 def find_file(cache: VolumeCache | None, transport: Transport, file: FileInfo) -> CachedFile | None:

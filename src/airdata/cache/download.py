@@ -53,7 +53,7 @@ def size_on_disk(path: str) -> int:
 
 def grows(part: str, patience: float) -> Callable[[], bool]:
     """A condition that holds until ``part`` has not changed its size for ``patience`` seconds."""
-    size, since = size_on_disk(part), time.monotonic()
+    size, since = -2, 0.0  # it is first looked at when somebody has to wait
 
     def go_on() -> bool:
         nonlocal size, since

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from dataclasses import dataclass
 
+from airdata.cache.landing import forget
 from airdata.cache.locks import LockFile
 from airdata.cache.usage import Usage
 
@@ -39,8 +38,7 @@ class Flight:
             usage.settle(self.size, stays=False)
         if self.begun:
             self.begun = False
-            with contextlib.suppress(OSError):
-                os.unlink(self.part)
+            forget(self.part)
         if self.locked:
             self.locked = False
             locks.release(self.byte)

@@ -10,7 +10,7 @@ from airdata.cache.download import size_on_disk
 from airdata.cache.names import EntryName
 from airdata.cache.root import Layout
 
-__all__ = ["begin", "settle_down", "whole"]
+__all__ = ["begin", "forget", "settle_down", "whole"]
 
 
 def whole(name: EntryName, size: int, layout: Layout) -> str | None:
@@ -63,10 +63,10 @@ def settle_down(part: str, name: EntryName, layout: Layout) -> str:
                 if name.stamped(there.st_mtime_ns):
                     if there.st_size != here.st_size:
                         os.replace(part, first)
-                    _forget(part)
+                    forget(part)
                     return first
         else:
-            _forget(part)
+            forget(part)
             return first
     path = layout.other(name)
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
@@ -74,8 +74,9 @@ def settle_down(part: str, name: EntryName, layout: Layout) -> str:
     return path
 
 
-def _forget(part: str) -> None:
-    with contextlib.suppress(OSError):  # the entry is there, and the next start sweeps
+def forget(part: str) -> None:
+    """Remove the name of a download, or leave it to the sweep of the next start."""
+    with contextlib.suppress(OSError):
         os.unlink(part)
 
 

@@ -2,7 +2,7 @@
 
     find, open ──► the entry is there, of the right size ───────────────────────────────────────► hit
           open └─► wait for the lock of this entry ──► somebody has fetched it meanwhile ───────► hit
-                                             └─► download to parts/ ──► check the length ──► rename
+                                             └─► download to parts/ ──► check the length ──► publish
                                                     to files/      while the limits allow; it stays
                                                     to transient/  else; its last reader removes it
 
@@ -142,7 +142,7 @@ class Store:
         Raises:
             OSError: the cache's own disk failed.
         """
-        source = self._sources.get(transport.volume.url) or self._source(transport)
+        source = self._source(transport)
         if not self._locks.share(source.lease):
             return None
         path = whole(entry_name(source.generation, file, self._longest_name), file.size, self.layout)
@@ -196,8 +196,6 @@ class Store:
                     self._locks.release(lease)
 
     def _share(self, byte: int) -> None:
-        if self._locks.share(byte):
-            return
         deadline = time.monotonic() + _SHARE_SECONDS
         if not wait_for(lambda: self._locks.share(byte), lambda: time.monotonic() < deadline):
             raise DiskTroubleError(
@@ -233,7 +231,7 @@ class Store:
                 path = self._take_off(name, file, flight)
             return flight.locked
 
-        if not (take_off() or wait_for(take_off, grows(flight.part, self._patience))):
+        if not wait_for(take_off, grows(flight.part, self._patience)):
             raise DiskTroubleError(
                 errno.EBUSY,
                 f"another process fetches {file.path} and has got no byte for {self._patience:g} s",
@@ -264,7 +262,8 @@ class Store:
             # power cut an entry may be short, and the size is checked at every hit.
             flight.begun = True
             begin(flight.part)
-            self._check_directory()
+            if not self._locks.is_current():
+                raise FileNotFoundError(errno.ENOENT, "the cache directory was removed", self.layout.root)
             flight.promised = self._promise(file.size)
         return path
 
@@ -298,7 +297,3 @@ class Store:
             self._end_passing(name)
             raise
         return CachedFile(path, file.size, hit, partial(self._end_passing, name))
-
-    def _check_directory(self) -> None:
-        if not self._locks.is_current():
-            raise FileNotFoundError(errno.ENOENT, "the cache directory was removed", self.layout.root)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from airdata.transport import FileInfo
 
@@ -18,18 +19,14 @@ __all__ = ["Progress", "bytes_on_disk", "in_transit"]
 _parts: dict[str, str] = {}  # each update is one bytecode, so threads need no lock
 
 
-class in_transit:  # noqa: N801 - a context, and quicker than one made of a generator
+@contextmanager
+def in_transit(file: FileInfo, part: str) -> Iterator[None]:
     """While this context lasts, ``file`` is being written to the local path ``part``, by this process or another."""
-
-    def __init__(self, file: FileInfo, part: str) -> None:
-        self._path = file.path
-        _parts[file.path] = part
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        _parts.pop(self._path, None)
+    _parts[file.path] = part
+    try:
+        yield
+    finally:
+        _parts.pop(file.path, None)
 
 
 def bytes_on_disk(file: FileInfo) -> int:

@@ -159,8 +159,6 @@ class Usage:
         os.pwrite(self._fd, _RECORD.pack(_MAGIC, max(0, used), max(0, promised), counted), 0)
 
     def _lock(self) -> bool:
-        if self._locks.exclude(_LOCK_BYTE):
-            return True
         tries = iter(range(_TRIES))  # some 8 s: a holder that is stopped must not stop all
         return wait_for(lambda: self._locks.exclude(_LOCK_BYTE), lambda: next(tries, None) is not None)
 
